@@ -1,0 +1,298 @@
+"""De-focus Mamba: a one-dimensional causal vision Mamba with a learnable band-pass (rotary B and C, decay A).
+
+Tensor names and shapes are those of the public checkpoints. One block is x + mixer(norm(x)); the mixer's equations are
+numbered in `Mixer.forward`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambacl.backbones.layers import PatchEmbed, RMSNorm, at_least_float32, drop_path, rms_normalize
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.errors import UserError
+from mambacl.scan import scan_tokens
+
+Observer = Callable[[Mapping[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """One selective SSM; the names are those of the public configuration files."""
+
+    state_size: int = 16
+    conv_kernel: int = 4
+    intermediate_size: int = 1536
+    time_step_rank: int = 48
+    time_step_scale: float = 1.0
+    time_step_init_scheme: str = "random"
+    time_step_max: float = 0.1
+    time_step_min: float = 0.001
+    time_step_floor: float = 1e-4
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    use_bias: bool = False
+    residual_in_fp32: bool = True
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.1
+    rescale_prenorm_residual: bool = False
+    use_out_norm: bool = False
+    group_norm_size: int = 64
+    rope_scale_factor: float = 1.0
+    delta_scale_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.hidden_act != "silu" or self.use_out_norm:
+            raise UserError("De-focus Mamba has hidden_act 'silu' and use_out_norm false; the public code has no other.")
+        if self.group_norm_size and self.intermediate_size % self.group_norm_size:
+            raise UserError(
+                f"intermediate_size ({self.intermediate_size}) must be a multiple of group_norm_size "
+                f"({self.group_norm_size}); choose another, or 0 for no group norm."
+            )
+
+
+@dataclass(frozen=True)
+class DefocusConfig:
+    """A whole De-focus Mamba; `head_type` holds "IN1k" (linear) or "IN22k" (two layers), and "cls" or "avg" (pooling)."""
+
+    img_size: int = 224
+    patch_size: int = 16
+    embed_dim: int = 768
+    depth: int = 24
+    num_classes: int = 1000
+    head_type: str = "IN1k_cls"
+    use_aux_loss: bool = True
+    use_rope: bool = True
+    use_pos_embed: bool = False
+    patch_embed_change_res: bool = False
+    drop_path_rate: float = 0.0
+    mamba: MixerConfig = field(default_factory=MixerConfig)
+
+    def __post_init__(self) -> None:
+        if not any(head in self.head_type for head in ("IN1k", "IN22k")):
+            raise UserError(f"head_type '{self.head_type}' names neither IN1k (linear) nor IN22k (two layers).")
+        if ("cls" in self.head_type) == ("avg" in self.head_type):
+            raise UserError(f"head_type '{self.head_type}' must name one pooling, cls or avg.")
+        if self.use_aux_loss and "avg" in self.head_type:
+            raise UserError("The auxiliary head goes with the class token: set use_aux_loss to false for average pooling.")
+
+
+class Mixer(nn.Module):
+    """The selective SSM of one block. `observer`, when set, is shown x, delta and out (the input of out_proj)."""
+
+    def __init__(self, embed_dim: int, config: MixerConfig, use_rope: bool) -> None:
+        super().__init__()
+        width, states, rank = config.intermediate_size, config.state_size, config.time_step_rank
+        self.config = config
+        self.A_log = nn.Parameter(torch.arange(1, states + 1).float().log().repeat(width, 1))  # (d, n)
+        self.D = nn.Parameter(torch.ones(width))
+        if use_rope:
+            decades = 100.0 ** (-torch.arange(1, states + 1) / states)
+            self.freq = nn.Parameter((decades - 0.01) / 0.99)
+        else:
+            self.register_parameter("freq", None)
+        self.conv1d = nn.Conv1d(width, width, config.conv_kernel, groups=width, bias=config.use_conv_bias)
+        self.in_proj = nn.Linear(embed_dim, 2 * width, bias=config.use_bias)
+        self.x_proj = nn.Linear(width, rank + 2 * states, bias=False)  # rows: delta (rank), B (n), C (n)
+        self.dt_proj = nn.Linear(rank, width)
+        self.out_proj = nn.Linear(width, embed_dim, bias=config.use_bias)
+        self.observer: Observer | None = None
+
+    def reset_parameters(self) -> None:
+        """dt_proj as in Mamba: delta starts log-spaced over the channels between the smallest and the largest step."""
+        config = self.config
+        scale = config.time_step_scale * config.time_step_rank**-0.5
+        nn.init.uniform_(self.dt_proj.weight, -scale, scale)
+        low, high = math.log(config.time_step_min), math.log(config.time_step_max)
+        dt = torch.linspace(low, high, config.intermediate_size).exp().clamp(min=config.time_step_floor)
+        with torch.no_grad():
+            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        config = self.config
+        x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, d) each, as everything below
+        x = F.silu(self.causal_conv(x))  # 2.
+        projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
+        dt, B, C = projected.split([config.time_step_rank, config.state_size, config.state_size], dim=-1)
+        with torch.autocast(x.device.type, enabled=False):
+            B, C = self.rotate(at_least_float32(B)), self.rotate(at_least_float32(C))  # 4. (b, l, n)
+            delta = F.softplus(self.dt_proj(at_least_float32(dt)))  # 5.
+            if config.delta_scale_factor != 1.0:
+                delta = delta / config.delta_scale_factor
+            x = at_least_float32(x)
+            y, _ = scan_tokens(x, delta, -torch.exp(self.A_log), B.unsqueeze(2), C.unsqueeze(2))  # 6.
+            if config.group_norm_size:
+                groups = y.unflatten(-1, (-1, config.group_norm_size))
+                y = rms_normalize(groups, dim=-1, eps=1e-6).flatten(-2)  # 7.
+            y = torch.addcmul(y, self.D, x) * F.silu(at_least_float32(z))  # 8.
+        y = y.to(tokens.dtype)
+        if self.observer is not None:
+            self.observer({"x": x, "delta": delta, "out": y})
+        return self.out_proj(y)  # 9.
+
+    def causal_conv(self, x: Tensor) -> Tensor:
+        """Depthwise convolution over the present token and those before it, as a 2-D one that keeps channels last."""
+        image = F.pad(x, (0, 0, self.config.conv_kernel - 1, 0)).mT.unsqueeze(2)  # (b, d, 1, l + k - 1)
+        y = F.conv2d(image, self.conv1d.weight.unsqueeze(2), self.conv1d.bias, groups=image.shape[1])
+        return y.squeeze(2).mT
+
+    def rotate(self, M: Tensor) -> Tensor:
+        """Rotary embedding of B or C (b, l, n) over the states; each state of a pair has a frequency of its own."""
+        if self.freq is None:
+            return M
+        position = torch.arange(M.shape[1], device=M.device, dtype=M.dtype) / self.config.rope_scale_factor
+        angle = position[:, None] * self.freq  # (l, n)
+        even, odd = M[..., ::2], M[..., 1::2]
+        return M * angle.cos() + torch.stack((-odd, even), dim=-1).flatten(-2) * angle.sin()
+
+
+class Block(nn.Module):
+    def __init__(self, config: DefocusConfig, drop_path_rate: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.embed_dim, config.mamba.layer_norm_epsilon)
+        self.mixer = Mixer(config.embed_dim, config.mamba, config.use_rope)
+        self.residual_in_fp32 = config.mamba.residual_in_fp32
+        self.drop_path_rate = drop_path_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = at_least_float32(x) if self.residual_in_fp32 else x
+        return residual + drop_path(self.mixer(self.norm(x)), self.drop_path_rate, self.training)
+
+
+class DefocusMamba(nn.Module):
+    """De-focus Mamba with a head, or with none (`num_classes` = 0).
+
+    With the auxiliary head, the output is (b, l + 1, classes): each patch by `head2`, then the class token by `head`.
+    """
+
+    def __init__(self, config: DefocusConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_features = config.embed_dim
+        self.default_cfg = {
+            "input_size": (3, config.img_size, config.img_size),
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
+            "crop_pct": 224 / 256,
+            "interpolation": "bicubic",
+        }
+        self.patch_embed = PatchEmbed(config.patch_size, config.embed_dim, 2 if config.patch_embed_change_res else 1)
+        self.grid_size = config.img_size // config.patch_size
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim)) if "cls" in config.head_type else None
+        pos_embed = torch.zeros(1, self.grid_size**2, config.embed_dim)
+        self.pos_embed = nn.Parameter(pos_embed) if config.use_pos_embed else None
+        rates = torch.linspace(0, config.drop_path_rate, config.depth).tolist()
+        self.blocks = nn.ModuleList([Block(config, rate) for rate in rates])
+        self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
+        self.reset_classifier(config.num_classes)
+        self.apply(self._initialize)
+
+    def _initialize(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, Mixer):  # after its own linear layers
+            module.reset_parameters()
+            if self.config.mamba.rescale_prenorm_residual:
+                nn.init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
+                with torch.no_grad():
+                    module.out_proj.weight /= math.sqrt(self.config.depth)
+        elif module is self:
+            for parameter in (self.cls_token, self.pos_embed):
+                if parameter is not None:
+                    nn.init.trunc_normal_(parameter, std=0.02)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new head for so many classes; 0 removes it."""
+        self.num_classes = num_classes
+        self.head = self._new_head()
+        self.head2 = self._new_head() if self.config.use_aux_loss else None
+
+    def _new_head(self) -> nn.Module:
+        width = self.num_features
+        if self.num_classes == 0:
+            return nn.Identity()
+        if "IN1k" in self.config.head_type:
+            return nn.Linear(width, self.num_classes)
+        return nn.Sequential(nn.Linear(width, 3 * width), nn.Tanh(), nn.Linear(3 * width, self.num_classes))
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """All tokens after the last norm, (b, l, c); the class token, where there is one, is the last."""
+        x = self.patch_embed(self._checked(images))
+        if self.pos_embed is not None:
+            x = x + self.pos_embed
+        if self.cls_token is not None:
+            x = torch.cat((x, self.cls_token.expand(len(x), -1, -1).to(x.dtype)), dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        pooled = tokens.mean(1) if self.cls_token is None else tokens[:, -1]
+        if pre_logits or self.num_classes == 0:
+            return pooled
+        if self.head2 is None:
+            return self.head(pooled)
+        return torch.cat((self.head2(tokens[:, :-1]), self.head(tokens[:, -1:])), dim=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(images))
+
+    def _checked(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        patch = self.config.patch_size * self.patch_embed.regions
+        if height % patch or width % patch:
+            raise UserError(f"Images of {height} x {width} pixels do not divide into patches of {patch}; resize them.")
+        if self.pos_embed is not None and (height, width) != (self.config.img_size, self.config.img_size):
+            raise UserError(
+                f"This model has a position embedding for {self.config.img_size} pixels, the images have "
+                f"{height} x {width}: build it with img_size={height}, and its weights are interpolated."
+            )
+        return images
+
+
+def _size(
+    img_size: int, patch: int, width: int, depth: int, rank: int = 48, mamba: dict[str, Any] | None = None, **rest: Any
+) -> dict[str, Any]:
+    mixer = {"intermediate_size": 2 * width, "time_step_rank": rank, **(mamba or {})}
+    return {"img_size": img_size, "patch_size": patch, "embed_dim": width, "depth": depth, "mamba": mixer, **rest}
+
+
+PUBLIC = "https://github.com/OpenGVLab/De-focus-Attention-Networks/releases/download/v1.0/"
+
+
+
+def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
+    MODELS.add(name, ModelEntry(name, DefocusMamba, DefocusConfig, config, weights))
+
+
+_register("defocus_mamba", {})
+_register(
+    "defocus_mamba_nano",
+    _size(32, 4, 192, 12, rank=12, num_classes=200, use_aux_loss=False),
+    PublicWeights(packaged="defocus_mamba_nano_tin32.safetensors", licence="Apache-2.0", top1=38.9),
+)
+_register("defocus_mamba_tiny", _size(192, 16, 192, 24))
+_register("defocus_mamba_small", _size(224, 16, 384, 24))
+_register(
+    "defocus_mamba_base",
+    _size(224, 16, 768, 24),
+    PublicWeights(url=PUBLIC + "defocus_mamba_base_cls.pth", licence="MIT", top1=82.0),
+)
+_register(
+    "defocus_mamba_large",
+    _size(384, 16, 1024, 48, head_type="IN22kto1k_cls", mamba={"delta_scale_factor": 2.0, "rope_scale_factor": 4.0}),
+    PublicWeights(url=PUBLIC + "defocus_mamba_large_cls_1k.pth", licence="MIT", top1=85.9),
+)
+_register(
+    "defocus_mamba_large_22k",
+    _size(192, 16, 1024, 48, head_type="IN22k_cls", num_classes=21841),
+    PublicWeights(url=PUBLIC + "defocus_mamba_large_cls_21k.pth", licence="MIT"),
+)

@@ -1,0 +1,53 @@
+"""Small pieces that several backbones share."""
+
+import torch
+from torch import Tensor, nn
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision up to float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the norm taken in float32 or better."""
+
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * rms_normalize(at_least_float32(x), dim=-1, eps=self.eps).to(x.dtype)
+
+
+def rms_normalize(x: Tensor, dim: int, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(dim, keepdim=True) + eps)
+
+
+def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Leaves out the whole branch of random images, and scales the others so that the mean stays."""
+    if rate == 0.0 or not training:
+        return x
+    keep = x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(1 - rate)
+    return x * keep / (1 - rate)
+
+
+class PatchEmbed(nn.Module):
+    """Image to tokens by a convolution whose stride is its kernel.
+
+    Tokens run row by row. With `regions` = r the image is cut into r x r regions that follow one another, each row by row.
+    """
+
+    def __init__(self, patch_size: int, embed_dim: int, regions: int = 1) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, embed_dim, kernel_size=patch_size, stride=patch_size)
+        self.regions = regions
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.proj(images)  # (b, c, h, w)
+        if self.regions > 1:
+            r = self.regions
+            x = x.unflatten(3, (r, -1)).unflatten(2, (r, -1))  # (b, c, r, h / r, r, w / r)
+            x = x.permute(0, 1, 2, 4, 3, 5)
+        return x.flatten(2).transpose(1, 2)  # (b, l, c)

@@ -1,0 +1,173 @@
+"""Weights from a file into a model, with an account of what went where."""
+
+import hashlib
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mambacl.backbones.registry import ModelEntry
+from mambacl.backbones.unpickling import find_state_dict, read_checkpoint
+from mambacl.errors import UserError
+from mambacl.log import logger
+
+HEADS = ("head.", "head2.")  # may differ from the file: another number of classes, or none
+
+
+@dataclass
+class Account:
+    """What became of each tensor of a file."""
+
+    path: Path
+    loaded: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    inert: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} tensors loaded from {self.path.name}"]
+        for word in ("reshaped", "missing", "unexpected"):
+            names = getattr(self, word)
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            parts.append(f"{len(names)} {word}" + (f" ({shown})" if names else ""))
+        if self.inert:
+            parts.append(f"foreign classes made inert: {', '.join(self.inert)}")
+        return "; ".join(parts) + "."
+
+
+def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors by name from .safetensors or a public .pth, and the foreign classes of the latter that were made inert."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"There is no weights file {path}; give the path of a .safetensors or .pth file.")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), []
+        except SafetensorError as error:
+            raise UserError(f"{path} is no safetensors file, or damaged ({error}): download it again.") from None
+    contents, inert = read_checkpoint(path)
+    stored = find_state_dict(contents, path, key)
+    try:
+        return {name: tensor.read() for name, tensor in stored.items()}, inert
+    except (KeyError, RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}): download it again.") from None
+
+
+def convert(source: Path, destination: Path, key: str | None = None) -> Account:
+    """A public checkpoint's weights as safetensors."""
+    if destination.suffix != ".safetensors":
+        raise UserError(f"The output of convert must end in .safetensors, got {destination}.")
+    tensors, inert = read_weights(source, key)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_suffix(".part")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+    os.replace(temporary, destination)
+    return Account(source, loaded=list(tensors), inert=inert)
+
+
+def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Account:
+    """Loads a file into a model. A backbone tensor that is missing or of another shape is an error; heads may differ."""
+    tensors, inert = read_weights(path, key)
+    account = Account(Path(path), inert=inert)
+    own = model.state_dict()
+    for name, tensor in tensors.items():
+        if name not in own:
+            account.unexpected.append(name)
+            continue
+        if tensor.shape != own[name].shape:
+            fitted = _fitted(name, tensor, own[name])
+            if fitted is None:
+                account.unexpected.append(name)
+                continue
+            tensor = fitted
+            account.reshaped.append(name)
+        own[name] = tensor
+        account.loaded.append(name)
+    account.missing = [name for name in own if name not in account.loaded]
+    lost = [name for name in account.missing if not name.startswith(HEADS)]
+    if lost:
+        shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise UserError(
+            f"{path} does not fit this model: it lacks {shown}, or has them in another shape. "
+            "Check the model's name and its options against the checkpoint."
+        )
+    model.load_state_dict({name: tensor.to(dtype=own[name].dtype) for name, tensor in own.items()})
+    return account
+
+
+def _fitted(name: str, tensor: Tensor, wanted: Tensor) -> Tensor | None:
+    """A tensor of the file in the model's shape, where that is a matter of layout or resolution; else None."""
+    if name == "pos_embed" and tensor.dim() == 3 and tensor.shape[-1] == wanted.shape[-1]:
+        return _resized_positions(tensor, wanted.shape[1])
+    if name.startswith(HEADS) or tensor.numel() != wanted.numel():
+        return None
+    squeezed = [n for n in tensor.shape if n != 1]
+    return tensor.reshape(wanted.shape) if squeezed == [n for n in wanted.shape if n != 1] else None
+
+
+def _resized_positions(positions: Tensor, count: int) -> Tensor | None:
+    """A square grid of position embeddings (1, l, c) at another resolution."""
+    old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
+    if old * old != positions.shape[1] or new * new != count:
+        return None
+    grid = positions.float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
+    return grid.flatten(2).transpose(1, 2)
+
+
+def cache_folder() -> Path:
+    """Where downloaded weights are kept: $MAMBACL_CACHE, or mambacl in the user's cache folder."""
+    if own := os.environ.get("MAMBACL_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mambacl"
+
+
+def weights_file(entry: ModelEntry) -> Path:
+    """The file with a size's public weights, downloaded at the first call unless it is part of the package."""
+    weights = entry.weights
+    if weights is not None and weights.packaged:
+        return Path(str(files("mambacl.backbones") / "weights" / weights.packaged))
+    if weights is None or weights.url is None:
+        raise UserError(f"There are no public weights for '{entry.name}'; give the path of your own as pretrained.")
+    path = cache_folder() / weights.url.rsplit("/", 1)[-1]
+    if not path.exists():
+        _download(weights.url, path, weights.sha256)
+    return path
+
+
+def _download(url: str, path: Path, sha256: str | None) -> None:
+    """Atomic: what is interrupted leaves nothing that looks whole."""
+    logger.info("Downloading %s to %s", url, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    digest = hashlib.sha256()
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, open(temporary, "wb") as out:
+            expected = response.headers.get("Content-Length")
+            while block := response.read(1 << 20):
+                digest.update(block)
+                out.write(block)
+            size = out.tell()
+    except (urllib.error.URLError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"Could not download {url} ({reason}): fetch it where there is a network and put it at {path}, "
+            "or give its path as pretrained."
+        ) from None
+    if expected is not None and int(expected) != size:
+        temporary.unlink()
+        raise UserError(f"The download of {url} broke off after {size} of {expected} bytes: try again.")
+    if sha256 is not None and digest.hexdigest() != sha256:
+        temporary.unlink()
+        raise UserError(f"The file at {url} has another SHA-256 than expected ({sha256}): it was not kept.")
+    os.replace(temporary, path)

@@ -1,0 +1,93 @@
+"""`create_model` and `list_models`: backbones by name, with their sizes, configurations and public weights."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mambacl.errors import UserError
+from mambacl.log import logger
+from mambacl.registry import Registry, did_you_mean
+
+
+@dataclass(frozen=True)
+class PublicWeights:
+    """Where a size's weights come from: a file inside the package, or an address."""
+
+    packaged: str | None = None
+    url: str | None = None
+    sha256: str | None = None
+    licence: str = ""
+    top1: float | None = None  # per cent on the validation set it was trained for, as published
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    name: str
+    build: Callable[[Any], nn.Module]  # takes an instance of config_class
+    config_class: type
+    config: Mapping[str, Any]  # what differs from the class's defaults
+    weights: PublicWeights | None = None
+
+
+MODELS: Registry[ModelEntry] = Registry("model", "mambacl.backbones")
+
+
+def list_models() -> list[str]:
+    """Names for `create_model`; those without a size, such as "defocus_mamba", take a whole configuration."""
+    return sorted(MODELS.names())
+
+
+def create_model(
+    name: str, num_classes: int | None = None, pretrained: bool | str | Path = False, **config: Any
+) -> nn.Module:
+    """A backbone by name.
+
+    `num_classes`: 0 for none (the output is the pooled feature). `pretrained`: True for the public weights of that size, or the
+    path of a checkpoint (.safetensors, or a public .pth). `config`: overrides by name, nested ones as a mapping.
+    """
+    from mambacl.backbones.loading import load_weights, weights_file
+
+    entry = MODELS.get(name)
+    if num_classes is not None:
+        config["num_classes"] = num_classes
+    model = entry.build(build_config(entry.config_class, merge(entry.config, config), name))
+    if pretrained is not False:
+        path = weights_file(entry) if pretrained is True else Path(pretrained)
+        logger.info("%s", load_weights(model, path))
+    return model
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `over` on top, mappings inside merged in turn."""
+    merged = dict(base)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def build_config(config_class: type, values: Mapping[str, Any], owner: str) -> Any:
+    """An instance of a configuration dataclass; dataclass fields are built from mappings."""
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    arguments = {}
+    for key, value in values.items():
+        if key not in fields:
+            hint = did_you_mean(key, fields)
+            raise UserError(f"'{owner}' has no option '{key}'.{hint} Known: {', '.join(fields)}.")
+        kind = fields[key].type
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            value = build_config(kind, value, f"{owner}.{key}")
+        elif isinstance(kind, type) and not _fits(value, kind):
+            raise UserError(f"'{owner}' takes {key} of type {kind.__name__}, got {value!r}.")
+        arguments[key] = value
+    return config_class(**arguments)
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

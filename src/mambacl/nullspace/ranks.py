@@ -1,0 +1,113 @@
+"""How many directions of a spectrum count as null: the rules, by name.
+
+A spectrum is descending and non-negative: the eigenvalues of an uncentred covariance (its singular values are the same).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mambacl.errors import UserError
+from mambacl.registry import did_you_mean
+
+Spectrum = NDArray[np.floating]
+
+
+def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
+    """R, the number of trailing directions that count as null, by one of the rules:
+
+    - "corner": the paper's formula, R = J - argmax_j (l_{j-1} - 2 l_j + l_{j+1}); the corner itself counts as null
+    - "smoothed-corner": what the public code does, in the precision of the spectrum given (the public code's is float32)
+    - "energy:0.99": all but the leading directions that hold that share of the trace
+    - "fraction:0.5": that share of the directions
+    """
+    values = spectrum.detach().cpu().numpy() if isinstance(spectrum, Tensor) else np.asarray(spectrum)
+    if values.ndim != 1 or len(values) == 0:
+        raise UserError(f"A spectrum is a vector with at least one value, got shape {values.shape}.")
+    if not np.isfinite(values).all():
+        raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
+    return parse_rule(rule)(values)
+
+
+def parse_rule(rule: str) -> Callable[[Spectrum], int]:
+    """The function behind a rule's name; a wrong name or share is a `UserError`."""
+    name, _, share = rule.partition(":")
+    if name not in RULES or bool(share) != (name in SHARES):
+        known = "corner, smoothed-corner, energy:SHARE, fraction:SHARE"
+        raise UserError(f"There is no rank rule '{rule}'.{did_you_mean(name, RULES)} Known: {known}.")
+    if not share:
+        return RULES[name]
+    try:
+        value = float(share)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise UserError(f"The rank rule '{rule}' needs a share between 0 and 1, as in {name}:0.99.")
+    return lambda spectrum: RULES[name](spectrum, value)
+
+
+def corner(spectrum: Spectrum) -> int:
+    if len(spectrum) < 3:
+        return len(spectrum) - 1
+    return len(spectrum) - (int(np.argmax(second_difference(spectrum))) + 1)
+
+
+def smoothed_corner(spectrum: Spectrum) -> int:
+    """From 128 values on, the corner of the smoothed spectrum, away from both ends; then a rule for ties.
+
+    The corner's value is the threshold, and the null directions start at the *last* index that reaches it.
+    """
+    length = len(spectrum)
+    if length < 3:
+        return length - 1
+    smooth, margin = spectrum, 0
+    if length >= 128:
+        smooth, margin = gaussian_filter(spectrum, sigma=10.0), int(0.015 * length)
+    curvature = second_difference(smooth)
+    curvature = curvature[margin : len(curvature) - margin]
+    threshold = spectrum[int(np.argmax(curvature)) + margin + 1]
+    return length - int(np.flatnonzero(spectrum >= threshold)[-1])
+
+
+def energy(spectrum: Spectrum, share: float) -> int:
+    cumulative = np.cumsum(np.maximum(spectrum, 0), dtype=np.float64)
+    if cumulative[-1] == 0.0:
+        return len(spectrum)
+    kept = int(np.searchsorted(cumulative, share * cumulative[-1])) + 1 if share > 0 else 0
+    return len(spectrum) - kept
+
+
+def fraction(spectrum: Spectrum, share: float) -> int:
+    return int(share * len(spectrum))
+
+
+RULES: dict[str, Callable[..., int]] = {
+    "corner": corner,
+    "smoothed-corner": smoothed_corner,
+    "energy": energy,
+    "fraction": fraction,
+}
+SHARES = ("energy", "fraction")
+
+
+def second_difference(values: Spectrum) -> Spectrum:
+    """l_{j-1} - 2 l_j + l_{j+1} as a difference of slopes, in the precision of the values."""
+    slopes = values[:-1] - values[1:]
+    return slopes[:-1] - slopes[1:]
+
+
+def gaussian_filter(values: Spectrum, sigma: float) -> Spectrum:
+    """Gaussian smoothing cut off at four deviations, mirrored at the ends; summed in float64, kept in the input's precision."""
+    radius = int(4.0 * sigma + 0.5)
+    offsets = np.arange(-radius, radius + 1)
+    kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
+    padded = np.pad(values.astype(np.float64), radius, mode="symmetric")
+    return np.convolve(padded, kernel / kernel.sum(), mode="valid").astype(values.dtype)
+
+
+def as_spectrum(eigenvalues: Tensor) -> Tensor:
+    """Ascending eigenvalues, with the rounding below zero removed, as a descending spectrum."""
+    return torch.flip(eigenvalues, dims=(0,)).clamp(min=0)

@@ -1,0 +1,48 @@
+"""A table of named things that other packages extend by entry point. Backbones, methods and data sets each have one."""
+
+import difflib
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from mambacl.errors import UserError
+
+T = TypeVar("T")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' Did you mean ...?' when a known word is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+class Registry(Generic[T]):
+    def __init__(self, noun: str, group: str) -> None:
+        """`noun` for error messages; `group` is the entry point group whose members are imported at the first look-up."""
+        self.noun, self.group = noun, group
+        self._entries: dict[str, T] = {}
+        self._loaded = False
+
+    def add(self, name: str, entry: T) -> None:
+        if name in self._entries and self._entries[name] is not entry:
+            raise ValueError(f"The {self.noun} '{name}' is registered twice.")
+        self._entries[name] = entry
+
+    def names(self) -> list[str]:
+        self._load()
+        return list(self._entries)
+
+    def get(self, name: str) -> T:
+        self._load()
+        if name not in self._entries:
+            known = ", ".join(self._entries)
+            hint = did_you_mean(name, self._entries)
+            raise UserError(f"There is no {self.noun} '{name}'.{hint} Known: {known}.")
+        return self._entries[name]
+
+    def _load(self) -> None:
+        """Importing an entry point's module is enough: what it holds registers itself."""
+        if not self._loaded:
+            self._loaded = True
+            for point in entry_points(group=self.group):
+                point.load()
