@@ -48,7 +48,9 @@ class MixerConfig:
 
     def __post_init__(self) -> None:
         if self.hidden_act != "silu" or self.use_out_norm:
-            raise UserError("De-focus Mamba has hidden_act 'silu' and use_out_norm false; the public code has no other.")
+            raise UserError(
+                "De-focus Mamba has hidden_act 'silu' and use_out_norm false; the public code has no other."
+            )
         if self.group_norm_size and self.intermediate_size % self.group_norm_size:
             raise UserError(
                 f"intermediate_size ({self.intermediate_size}) must be a multiple of group_norm_size "
@@ -79,7 +81,9 @@ class DefocusConfig:
         if ("cls" in self.head_type) == ("avg" in self.head_type):
             raise UserError(f"head_type '{self.head_type}' must name one pooling, cls or avg.")
         if self.use_aux_loss and "avg" in self.head_type:
-            raise UserError("The auxiliary head goes with the class token: set use_aux_loss to false for average pooling.")
+            raise UserError(
+                "The auxiliary head goes with the class token: set use_aux_loss to false for average pooling."
+            )
 
 
 class Mixer(nn.Module):
@@ -266,7 +270,6 @@ def _size(
 
 
 PUBLIC = "https://github.com/OpenGVLab/De-focus-Attention-Networks/releases/download/v1.0/"
-
 
 
 def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:

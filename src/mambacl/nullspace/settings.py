@@ -77,7 +77,9 @@ class Setting:
             if self.rule(kind).feature not in FEATURES:
                 raise UserError(f"{kind} has no feature '{self.rule(kind).feature}'; known: {', '.join(FEATURES)}.")
         if isinstance(self.blocks, int) and self.blocks < 1:
-            raise UserError(f"blocks must be a positive number of blocks or a list of their indices, got {self.blocks}.")
+            raise UserError(
+                f"blocks must be a positive number of blocks or a list of their indices, got {self.blocks}."
+            )
 
     def rule(self, kind: str) -> Rule:
         return getattr(self, kind)
@@ -124,6 +126,4 @@ def setting_named(name: str) -> Setting:
 
 def ablation(*projected: str) -> dict[str, Rule]:
     """Overrides for a row of the paper's ablation: only these kinds are projected, all train."""
-    return {
-        kind: dataclasses.replace(SETTINGS["paper"].rule(kind), projected=kind in projected) for kind in KINDS
-    }
+    return {kind: dataclasses.replace(SETTINGS["paper"].rule(kind), projected=kind in projected) for kind in KINDS}

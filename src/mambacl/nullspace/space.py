@@ -96,7 +96,9 @@ class NullSpace:
             rule = self.setting.rule(kind)
             parts = [part for _, part in self.parts() if part.kind == kind]
             size = sum(part.of(named[part.parameter]).numel() for part in parts)
-            what = "fixed" if not rule.trains else f"protected by {rule.feature}" if rule.projected else "trained freely"
+            what = (
+                "fixed" if not rule.trains else f"protected by {rule.feature}" if rule.projected else "trained freely"
+            )
             lines.append(f"  {kind:8} {size:>12,} values in {len(parts)} blocks, {what}")
         total = sum(parameter.numel() for parameter in named.values())
         tuned = sum(

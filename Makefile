@@ -1,0 +1,29 @@
+# make demo    the whole product on a small example, in about three minutes
+# make test    style, types and all tests
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	$(BIN)/mambacl train demo --compare sequential
+
+test: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --durations=15
+
+.venv/bin/pip:
+	sh tools/make_venv.sh $(PYTHON) .venv
+
+.venv/installed: .venv/bin/pip pyproject.toml setup.py $(wildcard src/mambacl/scan/*.cpp src/mambacl/scan/*.h)
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build src/*.egg-info src/mambacl/scan/_kernel*.so
