@@ -1,4 +1,4 @@
-"""Builds the C++ scan kernel where a compiler is found. Without one the installation goes on, and PyTorch does the scan."""
+"""Builds the C++ scan kernel where there is a compiler; without one PyTorch does the scan."""
 
 from __future__ import annotations
 

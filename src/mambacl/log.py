@@ -1,4 +1,5 @@
-"""The package's logger. Messages for the reader go to standard error as plain lines, unless the program set up its own."""
+"""The package's logger. Messages for the reader go to standard error as plain lines, unless the program set up its
+own."""
 
 import logging
 

@@ -18,7 +18,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 class Registry(Generic[T]):
     def __init__(self, noun: str, group: str) -> None:
-        """`noun` for error messages; `group` is the entry point group whose members are imported at the first look-up."""
+        """`noun` for error messages; `group` is the entry point group whose members are imported at the first
+        look-up."""
         self.noun, self.group = noun, group
         self._entries: dict[str, T] = {}
         self._loaded = False

@@ -52,7 +52,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             text = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
     except (SafetensorError, OSError) as error:

@@ -60,7 +60,8 @@ class MixerConfig:
 
 @dataclass(frozen=True)
 class DefocusConfig:
-    """A whole De-focus Mamba; `head_type` holds "IN1k" (linear) or "IN22k" (two layers), and "cls" or "avg" (pooling)."""
+    """A whole De-focus Mamba; `head_type` holds "IN1k" (linear) or "IN22k" (two layers), and "cls" or "avg"
+    (pooling)."""
 
     img_size: int = 224
     patch_size: int = 16

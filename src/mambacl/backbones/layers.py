@@ -36,7 +36,8 @@ def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
 class PatchEmbed(nn.Module):
     """Image to tokens by a convolution whose stride is its kernel.
 
-    Tokens run row by row. With `regions` = r the image is cut into r x r regions that follow one another, each row by row.
+    Tokens run row by row. With `regions` = r the image is cut into r x r regions that follow one another, each row by
+    row.
     """
 
     def __init__(self, patch_size: int, embed_dim: int, regions: int = 1) -> None:

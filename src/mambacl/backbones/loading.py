@@ -4,7 +4,6 @@ import hashlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -45,7 +44,8 @@ class Account:
 
 
 def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors by name from .safetensors or a public .pth, and the foreign classes of the latter that were made inert."""
+    """Tensors by name from .safetensors or a public .pth, and the foreign classes of the latter that were made
+    inert."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"There is no weights file {path}; give the path of a .safetensors or .pth file.")
@@ -75,7 +75,8 @@ def convert(source: Path, destination: Path, key: str | None = None) -> Account:
 
 
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Account:
-    """Loads a file into a model. A backbone tensor that is missing or of another shape is an error; heads may differ."""
+    """Loads a file into a model. A backbone tensor that is missing or of another shape is an error; heads may
+    differ."""
     tensors, inert = read_weights(path, key)
     account = Account(Path(path), inert=inert)
     own = model.state_dict()

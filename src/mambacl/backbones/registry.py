@@ -46,8 +46,9 @@ def create_model(
 ) -> nn.Module:
     """A backbone by name.
 
-    `num_classes`: 0 for none (the output is the pooled feature). `pretrained`: True for the public weights of that size, or the
-    path of a checkpoint (.safetensors, or a public .pth). `config`: overrides by name, nested ones as a mapping.
+    `num_classes`: 0 for none (the output is the pooled feature). `pretrained`: True for the public weights of that
+    size, or the path of a checkpoint (.safetensors, or a public .pth). `config`: overrides by name, nested ones as a
+    mapping.
     """
     from mambacl.backbones.loading import load_weights, weights_file
 

@@ -1,8 +1,9 @@
 """Reading foreign checkpoints without running anything from them.
 
-A .pth file is a pickle, and a pickle names functions to call. Here the only names that mean anything are those of tensors,
-ordered dictionaries and plain containers, each bound to a harmless function of this module; every other name becomes an
-inert placeholder that swallows whatever the file does with it. Tensors stay on disk until they are asked for.
+A .pth file is a pickle, and a pickle names functions to call. Here the only names that mean anything are those of
+tensors, ordered dictionaries and plain containers, each bound to a harmless function of this module; every other name
+becomes an inert placeholder that swallows whatever the file does with it. Tensors stay on disk until they are asked
+for.
 """
 
 import io
@@ -34,7 +35,8 @@ STORAGE_DTYPES = {
 
 
 class Placeholder:
-    """An instance of a class that the file names and we do not run: takes any arguments, state and items, keeps none."""
+    """An instance of a class that the file names and we do not run: takes any arguments, state and items, keeps
+    none."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Placeholder":
         return super().__new__(cls)
@@ -147,8 +149,8 @@ def read_checkpoint(path: Path) -> tuple[Any, list[str]]:
             data = archive.read(pickles[0])
     except zipfile.BadZipFile:
         raise UserError(
-            f"{path} is neither safetensors nor a checkpoint of PyTorch 1.6 or newer, or it is damaged: download it again, "
-            "or load it with PyTorch where you trust it and save it as safetensors."
+            f"{path} is neither safetensors nor a checkpoint of PyTorch 1.6 or newer, or it is damaged: download it "
+            "again, or load it with PyTorch where you trust it and save it as safetensors."
         ) from None
     unpickler = InertUnpickler(data, path, prefix)
     try:

@@ -1,4 +1,5 @@
-"""Feature covariances, their null spaces, and updates projected onto them, for any PyTorch model with selective SSMs."""
+"""Feature covariances, their null spaces, and updates projected onto them, for any PyTorch model with selective
+SSMs."""
 
 from mambacl.nullspace.projectors import Decomposition, Projector, dense_projector
 from mambacl.nullspace.ranks import null_rank

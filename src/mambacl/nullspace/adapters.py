@@ -1,7 +1,7 @@
 """How the null space sees a model: blocks, the parts of their parameters by kind, and a way to observe their features.
 
-An adapter is a function from a module and its name to a `Block`; it is registered for the module's class. Other packages add
-their own through the entry point group `mambacl.adapters`.
+An adapter is a function from a module and its name to a `Block`; it is registered for the module's class. Other
+packages add their own through the entry point group `mambacl.adapters`.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Uncentred covariances of a block's features, one batch at a time: Q += J^T J of Algorithm 1 without ever holding J.
 
-A block shows its features as (images, tokens, channels): x, delta and out. Each function here returns the batch's share of
-the covariance and the number of rows behind it.
+A block shows its features as (images, tokens, channels): x, delta and out. Each function here returns the batch's
+share of the covariance and the number of rows behind it.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,8 @@ def tokens(name: str) -> Callable[[Features, torch.dtype], tuple[Tensor, int]]:
 
 
 def delta_x(features: Features, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """delta X of the paper: its rows are delta_{t,c} x_t for each token t and channel c, so the Gram is sum_t |delta_t|^2 x_t x_t^T."""
+    """delta X of the paper: its rows are delta_{t,c} x_t for each token t and channel c, so the Gram is sum_t
+    |delta_t|^2 x_t x_t^T."""
     x, delta = features["x"].to(dtype), features["delta"].to(dtype)
     return gram(x * delta.norm(dim=-1, keepdim=True)), x.shape[0] * x.shape[1] * delta.shape[-1]
 

@@ -1,7 +1,8 @@
 """Projecting the steps of any torch optimizer.
 
-The optimizer computes its step as it always does. Around it, two of PyTorch's own hooks remember the constrained parameters
-and then replace their change by the projected one, so that moments, fused kernels and weight decay stay the optimizer's.
+The optimizer computes its step as it always does. Around it, two of PyTorch's own hooks remember the constrained
+parameters and then replace their change by the projected one, so that moments, fused kernels and weight decay stay
+the optimizer's.
 """
 
 from __future__ import annotations

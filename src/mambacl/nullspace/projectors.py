@@ -1,7 +1,7 @@
 """From a covariance to the projection of an update, eta H + (1 - eta) I with H = U U^T.
 
-U spans the null directions. H is kept by the smaller of the two spaces: with V spanning the others, U U^T = I - V V^T. Either
-way the projection is `identity` I + `factor` V V^T for one orthonormal basis V.
+U spans the null directions. H is kept by the smaller of the two spaces: with V spanning the others, U U^T = I - V
+V^T. Either way the projection is `identity` I + `factor` V V^T for one orthonormal basis V.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """How many directions of a spectrum count as null: the rules, by name.
 
-A spectrum is descending and non-negative: the eigenvalues of an uncentred covariance (its singular values are the same).
+A spectrum is descending and non-negative: the eigenvalues of an uncentred covariance (its singular values are the
+same).
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
     """R, the number of trailing directions that count as null, by one of the rules:
 
     - "corner": the paper's formula, R = J - argmax_j (l_{j-1} - 2 l_j + l_{j+1}); the corner itself counts as null
-    - "smoothed-corner": what the public code does, in the precision of the spectrum given (the public code's is float32)
+    - "smoothed-corner": what the public code does, in the precision of the spectrum given (the public code's is
+    float32)
     - "energy:0.99": all but the leading directions that hold that share of the trace
     - "fraction:0.5": that share of the directions
     """
@@ -100,7 +102,8 @@ def second_difference(values: Spectrum) -> Spectrum:
 
 
 def gaussian_filter(values: Spectrum, sigma: float) -> Spectrum:
-    """Gaussian smoothing cut off at four deviations, mirrored at the ends; summed in float64, kept in the input's precision."""
+    """Gaussian smoothing cut off at four deviations, mirrored at the ends; summed in float64, kept in the input's
+    precision."""
     radius = int(4.0 * sigma + 0.5)
     offsets = np.arange(-radius, radius + 1)
     kernel = np.exp(-0.5 * (offsets / sigma) ** 2)

@@ -1,11 +1,12 @@
-"""What the null space does, as data: a `Setting` says it for each kind of parameter, and the named settings are values of it.
+"""What the null space does, as data: a `Setting` says it for each kind of parameter, and the named settings are
+values of it.
 
 The kinds are the paper's: W_delta, W_B, W_C, A and `out`, the linear layer after the SSM.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mambacl.errors import UserError
@@ -36,23 +37,19 @@ class Rule:
     """the feature whose null space the update is projected onto"""
 
 
-def _rule(feature: Feature) -> Any:
-    return field(default_factory=lambda: Rule(feature=feature))
-
-
 @dataclass(frozen=True)
 class Setting:
     """How the null space is built and applied. The defaults are the paper's formulas."""
 
-    W_delta: Rule = _rule("x")
+    W_delta: Rule = Rule(feature="x")
     """the first linear map of delta (Eq. X dW_delta = 0, projector H1)"""
-    W_B: Rule = _rule("delta-x")
+    W_B: Rule = Rule(feature="delta-x")
     """the input projection (Eq. delta X dW_B = 0, projector H3)"""
-    W_C: Rule = _rule("x")
+    W_C: Rule = Rule(feature="x")
     """the output projection (Eq. X dW_C = 0, projector H1)"""
-    A: Rule = _rule("delta")
+    A: Rule = Rule(feature="delta")
     """the state transition, stored as A_log (Eq. delta dA = 0, projector H2, from the left)"""
-    out: Rule = _rule("out")
+    out: Rule = Rule(feature="out")
     """the linear layer after the SSM (projector H_out)"""
     accumulate: Literal["sum", "batch-mean"] = "sum"
     """plain sums over all tokens, or the mean of each batch, summed over batches and tasks"""

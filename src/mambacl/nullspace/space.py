@@ -128,7 +128,8 @@ class NullSpace:
     # Training
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer; from now on each of its steps is projected, and rows that do not train stay as they are."""
+        """The same optimizer; from now on each of its steps is projected, and rows that do not train stay as they
+        are."""
         return project_steps(optimizer, self)
 
     def constrained(self) -> dict[str, list[tuple[Part, Projector | None]]]:

@@ -72,7 +72,8 @@ def scan_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence alone, in the layout that every backend works in: tokens before channels, no copies.
 
-    u, delta (b, l, d); A (d, n); B, C (b, l, g, n), all of one dtype, float32 or float64. Output (b, l, d), last state (b, d, n).
+    u, delta (b, l, d); A (d, n); B, C (b, l, g, n), all of one dtype, float32 or float64. Output (b, l, d), last
+    state (b, d, n).
     """
     backend = chosen_backend(u, A, backend)
     if backend == "reference":
@@ -90,8 +91,8 @@ def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto") -> str:
         return "native" if native.supports(u, A) else "torch"
     if backend == "native" and not native.supports(u, A):
         raise UserError(
-            f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {native.MOST_STATES} states; "
-            "use backend='torch', or reinstall mambacl where a C++ compiler is present."
+            f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {native.MOST_STATES} "
+            "states; use backend='torch', or reinstall mambacl where a C++ compiler is present."
         )
     if backend != "reference" and backend not in BACKENDS:
         names = ", ".join(available_backends())

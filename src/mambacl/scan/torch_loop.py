@@ -1,8 +1,8 @@
 """The selective scan as a loop over time of whole-tensor operations, with a hand-written backward.
 
-Runs wherever PyTorch runs. Against the reference under autograd it saves the graph: one fused multiply-add a step, all else
-in bulk. Work goes through tiles (a range of the batch, of each group's channels, and of time) whose states stay in cache;
-the forward keeps the state at the start of each tile, from which the backward computes the others again.
+Runs wherever PyTorch runs. Against the reference under autograd it saves the graph: one fused multiply-add a step,
+all else in bulk. Work goes through tiles (a range of the batch, of each group's channels, and of time) whose states
+stay in cache; the forward keeps the state at the start of each tile, from which the backward computes the others again.
 
 Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n), g groups of k = d / g channels. Inside, time comes first and
 channels last, so that every operation runs along contiguous channels: states are (l, b, g, n, k).
@@ -117,7 +117,8 @@ class _Tiles:
         return self._buffers[name, shape]
 
     def states(self, t: slice, b: slice, k: slice, start: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """exp(delta A) (l, b, g, n, k) of a tile, the same step by step, and its states (l + 1, b, g, n, k), the one at the start in front."""
+        """exp(delta A) (l, b, g, n, k) of a tile, the same step by step, and its states (l + 1, b, g, n, k), the one
+        at the start in front."""
         dt, x, B = self.delta[t, b, :, k], self.u[t, b, :, k], self.B[t, b]
         length, *shape = (*B.shape, dt.shape[-1])
         a, decays = self.buffer("a", torch.Size((length, *shape)))
