@@ -1,1 +1,36 @@
+"""mambacl teaches a pre-trained Mamba model new classes, task after task, without the old data and without forgetting.
 
+The names below are loaded when first used, so that `import mambacl` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mambacl.backbones import create_model, list_models
+    from mambacl.nullspace import NullSpace
+    from mambacl.scan import selective_scan
+    from mambacl.training.run import Run, evaluate, resume, train
+
+_HOMES = {
+    "create_model": "mambacl.backbones",
+    "list_models": "mambacl.backbones",
+    "NullSpace": "mambacl.nullspace",
+    "selective_scan": "mambacl.scan",
+    "Run": "mambacl.training.run",
+    "evaluate": "mambacl.training.run",
+    "resume": "mambacl.training.run",
+    "train": "mambacl.training.run",
+}
+
+__all__ = ["NullSpace", "Run", "create_model", "evaluate", "list_models", "resume", "selective_scan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mambacl' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,6 +1,5 @@
 """`create_model` and `list_models`: backbones by name, with their sizes, configurations and public weights."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from mambacl.errors import UserError
 from mambacl.log import logger
-from mambacl.registry import Registry, did_you_mean
+from mambacl.options import build_config, merge
+from mambacl.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -60,35 +59,3 @@ def create_model(
         path = weights_file(entry) if pretrained is True else Path(pretrained)
         logger.info("%s", load_weights(model, path))
     return model
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` on top, mappings inside merged in turn."""
-    merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def build_config(config_class: type, values: Mapping[str, Any], owner: str) -> Any:
-    """An instance of a configuration dataclass; dataclass fields are built from mappings."""
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    arguments = {}
-    for key, value in values.items():
-        if key not in fields:
-            hint = did_you_mean(key, fields)
-            raise UserError(f"'{owner}' has no option '{key}'.{hint} Known: {', '.join(fields)}.")
-        kind = fields[key].type
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            value = build_config(kind, value, f"{owner}.{key}")
-        elif isinstance(kind, type) and not _fits(value, kind):
-            raise UserError(f"'{owner}' takes {key} of type {kind.__name__}, got {value!r}.")
-        arguments[key] = value
-    return config_class(**arguments)
-
-
-def _fits(value: Any, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

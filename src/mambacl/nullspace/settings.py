@@ -88,9 +88,8 @@ class Setting:
 
     def without_projection(self) -> "Setting":
         """The same parameters, trained freely: Mamba-Seq."""
-        return dataclasses.replace(
-            self, **{kind: dataclasses.replace(self.rule(kind), projected=False) for kind in KINDS}
-        )
+        free: dict[str, Any] = {kind: dataclasses.replace(self.rule(kind), projected=False) for kind in KINDS}
+        return dataclasses.replace(self, **free)
 
     def override(self, **changes: Any) -> "Setting":
         """A copy with some fields changed; a rule may be given as a mapping of its own changes."""

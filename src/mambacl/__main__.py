@@ -1,0 +1,5 @@
+import sys
+
+from mambacl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,220 @@
+"""The command line. A mistake of the user's gets one sentence and exit code 2; a failure in the middle of work 1."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mambacl.errors import UserError
+from mambacl.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from mambacl.training.run import Run
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}. See `{self.prog} --help`.")
+
+
+def train(arguments: Sequence[str]) -> int:
+    """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
+    from jsonargparse import ArgumentError
+
+    from mambacl.config import build_parser, preset_names, readable, resolve
+    from mambacl.training.run import train as run_training
+
+    parser = build_parser()
+    parser.usage = "mambacl train [PRESET or FILE] [--compare METHOD[,METHOD]] [--overwrite] [--key value ...]"
+    parser.add_argument("preset", nargs="?", help=f"a preset ({', '.join(preset_names())}) or the path of a YAML file")
+    parser.add_argument("--compare", default=None, help="further methods, with commas, to train on the same stream")
+    parser.add_argument("--overwrite", action="store_true", help="train anew where the run folder holds a run already")
+    _check_options(arguments, parser)
+    try:
+        given = parser.parse_args(list(arguments), defaults=False).as_dict()
+    except ArgumentError as error:
+        raise readable(error) from None
+    preset, compare, overwrite = given.pop("preset", None), given.pop("compare", None), given.pop("overwrite", False)
+    if preset is None and not given:
+        raise UserError(f"Say what to train: a preset ({', '.join(preset_names())}), a YAML file, or options.")
+    first = resolve(preset, given)
+    methods = [first.method, *(name.strip() for name in (compare or "").split(",") if name.strip())]
+    methods = list(dict.fromkeys(methods))
+    if len(methods) > 1 and first.out:
+        given["out"] = None  # --out is the folder of all of them then
+    configs = []
+    for method in methods:
+        out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
+        configs.append(resolve(preset, {**given, "method": method, "out": out}))
+    runs = [run_training(config, overwrite=overwrite) for config in configs]
+    return _show(runs, first)
+
+
+def _check_options(arguments: Sequence[str], parser: Any) -> None:
+    """Names the option that is wrong, with the one that was perhaps meant."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    for argument in arguments:
+        name = argument.split("=")[0]
+        if name.startswith("--") and name not in known and not name.startswith(("--options.", "--backbone_options.")):
+            hint = did_you_mean(name, known)
+            raise UserError(f"There is no option '{name}'.{hint} See `mambacl train --help`.")
+
+
+def _show(runs: list[Run], config: Any) -> int:
+    from mambacl.reports import comparison_table, load_run, write_report
+    from mambacl.reports.rendering import to_text
+
+    for run in runs:
+        page = write_report([run.folder])
+    if len(runs) > 1:
+        parent = Path(config.out) if config.out else runs[0].folder.parent
+        page = write_report([run.folder for run in runs], parent / f"{config.name}-comparison-{config.seed}")
+    print(to_text(comparison_table([load_run(run.folder) for run in runs])))
+    print(f"\nReport: {page}")
+    return 0
+
+
+def resume(arguments: Sequence[str]) -> int:
+    """continue a run after an interruption: `mambacl resume RUN`"""
+    from mambacl.training.run import resume as resume_run
+
+    parser = Parser(prog="mambacl resume", description="Continues a run where its last checkpoint stands.")
+    parser.add_argument("run", type=Path, help="run folder")
+    run = resume_run(parser.parse_args(arguments).run)
+    return _show([run], None)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """evaluate a run's last checkpoint again: `mambacl evaluate RUN`"""
+    from mambacl.training.run import evaluate as evaluate_run
+
+    parser = Parser(prog="mambacl evaluate", description="Evaluates a run's last checkpoint over all tasks learned.")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--batch-size", type=int, default=None, help="images in a batch; changes only the speed")
+    given = parser.parse_args(arguments)
+    if given.batch_size is not None and given.batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, got {given.batch_size}.")
+    again = evaluate_run(given.run, given.batch_size)
+    row, recorded, total = again.counted, again.recorded, again.total
+    for task, right in enumerate(row):
+        print(f"task {task + 1:3}  {right:6} of {total[task]:6} right  {right / total[task]:6.1%}")
+    print(f"over tasks {sum(r / n for r, n in zip(row, total, strict=False)) / len(row):.2%}, "
+          f"over images {sum(row) / sum(total[: len(row)]):.2%}")  # fmt: skip
+    if row == recorded:
+        print("These are the counts that the run recorded.")
+    else:
+        print(f"The run recorded {recorded}: a difference comes from another device or other library versions.")
+    return 0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """an HTML page, figures and tables of one run or several: `mambacl report RUN...`"""
+    from mambacl.reports import comparison_table, load_run, write_report
+    from mambacl.reports.rendering import to_latex, to_markdown, to_text
+
+    parser = Parser(prog="mambacl report", description="Writes a page, figures and tables; several runs are compared.")
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the page")
+    parser.add_argument("--format", choices=("text", "markdown", "latex"), default="text", help="of the printed table")
+    given = parser.parse_args(arguments)
+    page = write_report(given.runs, given.out)
+    table = comparison_table([load_run(path) for path in given.runs])
+    print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](table))
+    print(f"Report: {page}", file=sys.stderr)
+    return 0
+
+
+def models(arguments: Sequence[str]) -> int:
+    """list the backbones"""
+    from mambacl.backbones.registry import MODELS
+
+    Parser(prog="mambacl models", description="Lists the backbones.").parse_args(arguments)
+    for name in sorted(MODELS.names()):
+        weights = MODELS.get(name).weights
+        if weights is None:
+            note = "no public weights"
+        else:
+            source = "in the package" if weights.packaged else "downloaded at first use"
+            top1 = f", top-1 {weights.top1}%" if weights.top1 else ""
+            note = f"pretrained weights {source} ({weights.licence}{top1})"
+        print(f"{name:26} {note}")
+    return 0
+
+
+def methods(arguments: Sequence[str]) -> int:
+    """list the continual-learning methods"""
+    from mambacl.methods import METHODS
+
+    Parser(prog="mambacl methods", description="Lists the methods.").parse_args(arguments)
+    for name in METHODS.names():
+        print(f"{name:14} {METHODS.get(name).summary}")
+    return 0
+
+
+def convert(arguments: Sequence[str]) -> int:
+    """a public checkpoint as safetensors: `mambacl convert FILE OUT.safetensors`"""
+    from mambacl.backbones import convert as convert_file
+
+    parser = Parser(prog="mambacl convert", description="Writes the weights of a checkpoint as safetensors; nothing "
+                    "from the file is run.")  # fmt: skip
+    parser.add_argument("file", type=Path, help="a .pth, .pt, .bin or .safetensors file")
+    parser.add_argument("out", type=Path, help="the file to write, ending in .safetensors")
+    parser.add_argument("--key", default=None, help="entry that holds the weights, such as model_ema")
+    given = parser.parse_args(arguments)
+    account = convert_file(given.file, given.out, given.key)
+    print(f"{len(account.loaded)} tensors written to {given.out}.")
+    if account.inert:
+        print(f"Foreign classes made inert: {', '.join(account.inert)}.")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    command.__name__: command for command in (train, resume, evaluate, report, models, methods, convert)
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: mambacl COMMAND ...", "", "Teaches a Mamba model new classes without forgetting the old ones.", "",
+         *lines, "", "`mambacl COMMAND --help` says more."]
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"mambacl {version('mambacl')}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        hint = did_you_mean(arguments[0], COMMANDS)
+        return _fail(f"There is no command '{arguments[0]}'.{hint} Known: {', '.join(COMMANDS)}.", 2)
+    try:
+        return command(arguments[1:])
+    except UserError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return _fail("Interrupted; `mambacl resume RUN` continues from the last checkpoint.", 130)
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        from mambacl.training.loop import TrainingError
+
+        if isinstance(error, TrainingError):
+            return _fail(str(error), 1)
+        raise
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"mambacl: {sentence}", file=sys.stderr)
+    return code

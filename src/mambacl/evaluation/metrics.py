@@ -1,0 +1,91 @@
+"""Continual-learning metrics as pure functions of counts; each name says which of the public definitions it is.
+
+`correct[t][j]` counts the test images of task j that are right after task t (j <= t), over all classes seen by then;
+`total[j]` counts the test images of task j. R[t][j] = correct[t][j] / total[j]. T is the last row.
+"""
+
+from collections.abc import Callable, Sequence
+
+Counts = Sequence[Sequence[int]]
+Totals = Sequence[int]
+Matrix = list[list[float]]
+
+
+def accuracy_matrix(correct: Counts, total: Totals) -> Matrix:
+    """R, lower triangular."""
+    return [[right / total[j] for j, right in enumerate(row)] for row in correct]
+
+
+def accuracy_over_tasks(correct: Counts, total: Totals) -> list[float]:
+    """After each task: the mean of R[t] over the tasks seen."""
+    return [mean(row) for row in accuracy_matrix(correct, total)]
+
+
+def accuracy_over_images(correct: Counts, total: Totals) -> list[float]:
+    """After each task: right images / images, over the tasks seen."""
+    return [sum(row) / sum(total[: len(row)]) for row in correct]
+
+
+def final_accuracy_tasks(correct: Counts, total: Totals) -> float:
+    """mean_j R[T][j], the paper's formula."""
+    return accuracy_over_tasks(correct, total)[-1]
+
+
+def final_accuracy_images(correct: Counts, total: Totals) -> float:
+    """Right images / images after the last task: the public Mamba-CL code, PILOT."""
+    return accuracy_over_images(correct, total)[-1]
+
+
+def forgetting(correct: Counts, total: Totals) -> float:
+    """mean_{j<T} (max_{t<T} R[t][j] - R[T][j]), the paper's formula: negative where a task got better at the end."""
+    R = accuracy_matrix(correct, total)
+    last = len(R) - 1
+    return mean([max(R[t][j] for t in range(j, last)) - R[last][j] for j in range(last)])
+
+
+def forgetting_public(correct: Counts, total: Totals) -> float:
+    """The same with the best over all rows, the last included, as in the public code: never negative."""
+    R = accuracy_matrix(correct, total)
+    last = len(R) - 1
+    return mean([max(R[t][j] for t in range(j, last + 1)) - R[last][j] for j in range(last)])
+
+
+def average_incremental_accuracy(correct: Counts, total: Totals) -> float:
+    """The mean over t of the accuracy over images after task t: PILOT, EASE, InfLoRA."""
+    return mean(accuracy_over_images(correct, total))
+
+
+def learning_accuracy(correct: Counts, total: Totals) -> float:
+    """mean_j R[j][j]: how well each task was known right after it was learned."""
+    return mean([row[-1] for row in accuracy_matrix(correct, total)])
+
+
+def backward_transfer(correct: Counts, total: Totals) -> float:
+    """mean_{j<T} (R[T][j] - R[j][j]), Lopez-Paz and Ranzato; minus Avalanche's forgetting."""
+    R = accuracy_matrix(correct, total)
+    last = len(R) - 1
+    return mean([R[last][j] - R[j][j] for j in range(last)])
+
+
+def mean(values: Sequence[float]) -> float:
+    """Nothing to average (one task forgets nothing) is 0."""
+    return sum(values) / len(values) if values else 0.0
+
+
+METRICS: dict[str, Callable[[Counts, Totals], float]] = {
+    function.__name__: function
+    for function in (
+        final_accuracy_tasks,
+        final_accuracy_images,
+        forgetting,
+        forgetting_public,
+        average_incremental_accuracy,
+        learning_accuracy,
+        backward_transfer,
+    )
+}
+
+
+def all_metrics(correct: Counts, total: Totals) -> dict[str, float]:
+    """Every metric by name; all 0 before the first task has ended."""
+    return {name: metric(correct, total) if correct else 0.0 for name, metric in METRICS.items()}

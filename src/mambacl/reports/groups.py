@@ -1,0 +1,140 @@
+"""Runs that differ only by their seed belong together: one row of a table, one line of a figure."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mambacl.reports.runs import Floats, RunRecord
+
+SEED_KEYS = ("seed", "out", "stream.order_seed")  # in these, the runs of a group may differ
+SHOWN_DIFFERENCES = 3
+
+
+@dataclass(frozen=True)
+class Value:
+    """A figure in per cent: the mean over seeds and, from two seeds on, their sample standard deviation."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs equal in everything but the seed."""
+
+    name: str
+    """the method, and what tells this group from the others of the same method, backbone and benchmark"""
+    label: str
+    """the name, with backbone and benchmark where these differ as well"""
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def first(self) -> RunRecord:
+        return self.runs[0]
+
+    @property
+    def finished(self) -> bool:
+        return self.first.finished
+
+    @property
+    def seeds(self) -> str:
+        return ", ".join(str(run.seed) for run in self.runs)
+
+    @property
+    def progress(self) -> str:
+        """ "4 of 10 tasks" for runs that are not finished, empty for those that are."""
+        return "" if self.finished else f"{self.first.tasks_done} of {len(self.first.tasks)} tasks"
+
+    def metric(self, name: str) -> Value | None:
+        """A figure of finished runs; before the end it would stand beside final figures and mean something else."""
+        return self.summary(lambda run: run.metric(name)) if self.finished else None
+
+    def summary(self, of: Callable[[RunRecord], float | None]) -> Value | None:
+        values = [of(run) for run in self.runs]
+        known = [100 * value for value in values if value is not None and np.isfinite(value)]
+        if len(known) < len(values):
+            return None
+        return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
+
+    def after_each_task(self, over: str) -> tuple[Floats, Floats | None]:
+        """Accuracy in per cent after each task: mean over the seeds and, from two on, sample standard deviation."""
+        curves = 100 * np.stack([run.after_each_task(over) for run in self.runs])  # (seeds, tasks)
+        return curves.mean(axis=0), curves.std(axis=0, ddof=1) if len(curves) > 1 else None
+
+
+def group_runs(records: Iterable[RunRecord]) -> list[Group]:
+    """Groups in the order of their first run, the runs of each by seed.
+
+    A run that is not finished stays apart from those that are, so that no mean mixes different numbers of tasks.
+    """
+    gathered: dict[tuple[Any, ...], list[RunRecord]] = {}
+    for record in records:
+        progress = (record.finished, record.tasks_done, len(record.tasks))
+        key = (*_kind(record), json.dumps(comparable_config(record), sort_keys=True), *progress)
+        gathered.setdefault(key, []).append(record)
+    groups = [sorted(runs, key=_seed_order) for runs in gathered.values()]
+    firsts = [runs[0] for runs in groups]
+    backbones = len({run.backbone for run in firsts}) > 1
+    benchmarks = len({run.benchmark for run in firsts}) > 1
+    named = []
+    for runs in groups:
+        name = runs[0].method + _differences(runs[0], [run for run in firsts if _kind(run) == _kind(runs[0])])
+        label = name + (f", {runs[0].backbone}" if backbones else "") + (f", {runs[0].benchmark}" if benchmarks else "")
+        named.append(Group(name, label, tuple(runs)))
+    return named
+
+
+def common_headline(records: Iterable[RunRecord]) -> str:
+    """One average for all: over images only if every run's headline is that, over tasks (the paper's) otherwise."""
+    return "images" if {record.headline for record in records} == {"images"} else "tasks"
+
+
+def comparable_config(record: RunRecord) -> dict[str, str]:
+    """The configuration with dotted keys and values as text, without what a seed may change."""
+    flat = flatten(record.config)
+    return {key: value for key, value in flat.items() if key not in SEED_KEYS}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat
+
+
+def differing_keys(records: Sequence[RunRecord]) -> list[str]:
+    """Keys of the configuration, seeds apart, in which the runs are not all equal."""
+    configs = [comparable_config(record) for record in records]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    return [key for key in keys if len({config.get(key) for config in configs}) > 1]
+
+
+def _differences(record: RunRecord, siblings: Sequence[RunRecord]) -> str:
+    """What to add to a method's name, as in ", eta=0.9"; the last word of a key where it says enough."""
+    keys = differing_keys(siblings)
+    if not keys:
+        return ""
+    config = comparable_config(record)
+    tails = [key.rpartition(".")[2] for key in keys]
+    words = [
+        f"{tail if tails.count(tail) == 1 else key}={config.get(key, 'unset')}"
+        for key, tail in zip(keys, tails, strict=True)
+    ]
+    more = len(words) - SHOWN_DIFFERENCES
+    return ", " + ", ".join(words[:SHOWN_DIFFERENCES]) + (f", {more} more" if more > 0 else "")
+
+
+def _kind(record: RunRecord) -> tuple[str, str, str]:
+    return record.method, record.backbone, record.benchmark
+
+
+def _seed_order(record: RunRecord) -> tuple[int, float, str]:
+    """Seeds that are numbers by value, before any that are not."""
+    number = isinstance(record.seed, int | float)
+    return (0, float(record.seed), "") if number else (1, 0.0, str(record.seed))

@@ -1,0 +1,52 @@
+"""Writes a report: the page, its figures as files, and the table in the formats that papers and tools want."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mambacl.errors import UserError
+from mambacl.reports.comparison_page import comparison_page
+from mambacl.reports.rendering import to_csv, to_latex, to_markdown
+from mambacl.reports.run_page import run_page
+from mambacl.reports.runs import load_run
+from mambacl.reports.tables import comparison_table
+from mambacl.tensorfile import write_bytes
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """The report of one run, or a comparison of several; returns the path of its `report.html`.
+
+    It goes to `out`; if that is not given, a run's report goes to the run's own folder, and a comparison to
+    `comparison` in the folder that all the runs share. Beside the page: `figures/*.png` and `table.md`, `.tex`, `.csv`.
+    """
+    different = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
+    if not different:
+        raise UserError("A report needs at least one run folder, as in mambacl report runs/<preset>-<method>-0.")
+    records = [load_run(folder) for folder in different]
+    target = Path(out) if out is not None else different[0] if len(different) == 1 else _beside(different)
+    page = run_page(records[0]) if len(records) == 1 else comparison_page(records)
+    table = comparison_table(records)
+    files = {f"figures/{picture.name}": picture.data for picture in page.pictures}
+    files |= {
+        "table.md": to_markdown(table).encode(),
+        "table.tex": to_latex(table).encode(),
+        "table.csv": to_csv(comparison_table(records, tasks="all")).encode(),
+        "report.html": page.html.encode(),  # last, so that a page is there only when all is
+    }
+    try:
+        (target / "figures").mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_bytes(target / name, data)
+    except OSError as error:
+        raise UserError(
+            f"The report cannot be written to {target} ({error.strerror}); give another folder with --out."
+        ) from None
+    return target / "report.html"
+
+
+def _beside(folders: Sequence[Path]) -> Path:
+    """`comparison` in the deepest folder that holds all the runs."""
+    try:
+        return Path(os.path.commonpath([folder.resolve().parent for folder in folders])) / "comparison"
+    except ValueError:  # on different drives
+        raise UserError("These runs have no folder in common; say with --out where the comparison goes.") from None

@@ -1,0 +1,115 @@
+"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `html`."""
+
+import csv
+import io
+import re
+
+from mambacl.reports.tables import MISSING, Cell, Table, Value
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "±": r"$\pm$",
+    MISSING: "--",
+    "·": r"\textperiodcentered{}",
+    **{sign: "\\" + sign for sign in "&%$#_"},
+}
+
+
+def to_text(table: Table) -> str:
+    """Aligned columns for a terminal, with the notes below."""
+    cells = [[column.title for column in table.columns]]
+    cells += [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
+    lines = []
+    for row in cells:
+        fitted = [
+            cell.ljust(width) if column.text else cell.rjust(width)
+            for cell, width, column in zip(row, widths, table.columns, strict=True)
+        ]
+        lines.append("  ".join(fitted).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([table.caption, "", *lines, "", *table.notes]).rstrip() + "\n"
+
+
+def to_markdown(table: Table) -> str:
+    """A pipe table, the best of a column in bold, with the notes as a list below."""
+    lines = [
+        "| " + " | ".join(markdown_escaped(column.title) for column in table.columns) + " |",
+        "|" + "|".join(":--" if column.text else "--:" for column in table.columns) + "|",
+    ]
+    for r, row in enumerate(table.rows):
+        words = [markdown_escaped(table.shown(cell)) for cell in row]
+        words = [f"**{word}**" if table.is_best(r, c) else word for c, word in enumerate(words)]
+        lines.append("| " + " | ".join(words) + " |")
+    notes = [f"- {markdown_escaped(note)}" for note in table.notes]
+    return "\n".join([f"{markdown_escaped(table.caption)}", "", *lines, "", *notes]).rstrip() + "\n"
+
+
+def to_latex(table: Table) -> str:
+    """A tabular for the package booktabs, the best of a column in bold, with caption and notes as comments."""
+    lines = [f"% {_one_line(table.caption)}", r"% needs \usepackage{booktabs}"]
+    lines += [f"% {_one_line(note)}" for note in table.notes]
+    lines += [rf"\begin{{tabular}}{{{''.join('l' if column.text else 'r' for column in table.columns)}}}", r"\toprule"]
+    lines += [" & ".join(latex_escaped(column.title) for column in table.columns) + r" \\", r"\midrule"]
+    for r, row in enumerate(table.rows):
+        words = [_latex_cell(table, cell, table.is_best(r, c)) for c, cell in enumerate(row)]
+        lines.append(" & ".join(words) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def to_csv(table: Table) -> str:
+    """Figures in per cent with four decimals; a deviation has its own column where any row has one."""
+    spread = [
+        any(isinstance(row[i], Value) and row[i].std is not None for row in table.rows)  # type: ignore[union-attr]
+        for i in range(len(table.columns))
+    ]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    header: list[str] = []
+    for column, deviates in zip(table.columns, spread, strict=True):
+        header += [column.title, f"{column.title} std"] if deviates else [column.title]
+    writer.writerow(header)
+    for row in table.rows:
+        fields: list[str] = []
+        for cell, deviates in zip(row, spread, strict=True):
+            fields += _csv_fields(cell) if deviates else _csv_fields(cell)[:1]
+        writer.writerow(fields)
+    return out.getvalue()
+
+
+def markdown_escaped(text: str) -> str:
+    """Text that Markdown shows as it is. An underscore within a word is left alone, for it means nothing there."""
+    text = re.sub(r"([\\`*\[\]<>|&~$])", r"\\\1", _one_line(text))
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
+
+
+def latex_escaped(text: str) -> str:
+    return "".join(LATEX.get(sign, sign) for sign in _one_line(text))
+
+
+def _latex_cell(table: Table, cell: Cell, best: bool) -> str:
+    if not isinstance(cell, Value):
+        return latex_escaped(table.shown(cell))
+    mean = table.shown(Value(cell.mean))
+    mean = mean.replace("-", "$-$")  # a minus sign, not a hyphen
+    mean = rf"\textbf{{{mean}}}" if best else mean
+    return mean if cell.std is None else rf"{mean} $\pm$ {table.shown(Value(cell.std))}"
+
+
+def _csv_fields(cell: Cell) -> list[str]:
+    if isinstance(cell, Value):
+        return [f"{cell.mean:.4f}", "" if cell.std is None else f"{cell.std:.4f}"]
+    return [cell or "", ""]
+
+
+def _one_line(text: str) -> str:
+    """Line ends and other control signs would break a row: they become spaces."""
+    return re.sub(r"[\x00-\x1f\x7f\u2028\u2029]+", " ", text)

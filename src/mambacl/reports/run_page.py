@@ -1,0 +1,208 @@
+"""The page of a single run, from its headline figures down to its configuration."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mambacl.reports import figures, spectra_figures
+from mambacl.reports.families import spectrum_families
+from mambacl.reports.groups import Value, group_runs
+from mambacl.reports.markup import (
+    Picture,
+    Section,
+    cards,
+    class_table,
+    copyable,
+    document,
+    duration,
+    escaped,
+    facts,
+    matrix_html,
+    note_list,
+    status_mark,
+    table_html,
+    time_bar,
+)
+from mambacl.reports.rendering import to_latex, to_markdown
+from mambacl.reports.runs import RunRecord
+from mambacl.reports.tables import FORMULAS, comparison_table, metrics_table, one_decimal
+
+OPEN_MATRIX = 12  # tasks up to which the table of numbers is unfolded from the start
+
+
+@dataclass(frozen=True)
+class Page:
+    html: str
+    pictures: tuple[Picture, ...]
+
+
+def run_page(record: RunRecord) -> Page:
+    title = f"{record.method} on {record.benchmark}"
+    accuracy, pictures = _accuracy(record)
+    training, more = _training(record)
+    space, most = _null_space(record)
+    sections = [*accuracy, *training, *space, _classes(record), _table(record), _settings(record)]
+    return Page(document(title, _header(record, title), sections), (*pictures, *more, *most))
+
+
+def banner(record: RunRecord) -> str:
+    """What to do about a run that is not finished; empty for one that is."""
+    if record.finished:
+        return ""
+    done = f"{record.tasks_done} of {len(record.tasks)} tasks are done"
+    command = f"mambacl resume {shlex.quote(str(record.folder))}"
+    words = "If it no longer runs, continue it with" if record.status == "running" else "Continue it with"
+    return (
+        f'<div class="banner" role="status"><p><strong>This run is not finished</strong> '
+        f"(status: {escaped(record.status)}; {done}). {words} <code>{escaped(command)}</code>.</p></div>"
+    )
+
+
+def _header(record: RunRecord, title: str) -> str:
+    entries = [("backbone", record.backbone), ("seed", record.seed), ("tasks", len(record.tasks))]
+    entries.append(("classes", sum(len(task) for task in record.tasks)))
+    setting = record.config.get("setting")
+    if isinstance(setting, str):
+        entries.append(("setting", setting))
+    heading = f"<h1>{escaped(title)} {status_mark(record)}</h1>"
+    return heading + facts(entries) + banner(record) + (cards(_headline(record)) if record.tasks_done else "")
+
+
+def _headline(record: RunRecord) -> list[tuple[str, Value | str | None, str]]:
+    so_far = "" if record.finished else " so far"
+    over = record.headline
+    if record.finished:
+        first = ("Final accuracy", record.metric(f"final_accuracy_{over}"), FORMULAS[f"final_accuracy_{over}"])
+    else:
+        label = f"Accuracy after {record.tasks_done} of {len(record.tasks)} tasks"
+        first = (label, float(record.after_each_task(over)[-1]), f"accuracy: mean over the {over} seen")
+    names = ("forgetting", "learning_accuracy", "average_incremental_accuracy")
+    rest = [(name.replace("_", " ").capitalize() + so_far, record.metric(name), FORMULAS[name]) for name in names]
+    return [
+        (label, None if value is None or not np.isfinite(value) else Value(100 * value), formula.partition(": ")[2])
+        for label, value, formula in (first, *rest)
+    ]
+
+
+def _accuracy(record: RunRecord) -> tuple[list[Section], list[Picture]]:
+    done = record.tasks_done
+    if not done:
+        body = "<p>No task is finished yet; its accuracies will stand here.</p>"
+        return [Section("accuracy", "Accuracy", body)], []
+    curve = 100 * record.after_each_task(record.headline)
+    matrix = 100 * record.accuracies()
+    pictures = [
+        Picture(
+            "accuracy.png",
+            figures.png(figures.accuracy_curves(group_runs([record]))),
+            f"Line chart of the accuracy after each task: {one_decimal(curve[0])} per cent after the first, "
+            f"{one_decimal(curve[-1])} after task {done}.",
+        ),
+        Picture(
+            "matrix.png",
+            figures.png(figures.accuracy_matrix(record)),
+            f"Heat map of the accuracy on each of {done} tasks after each task; after the last, from "
+            f"{one_decimal(np.nanmin(matrix[-1]))} to {one_decimal(np.nanmax(matrix[-1]))} per cent.",
+        ),
+    ]
+    body = f'<div class="pair">{"".join(picture.html() for picture in pictures)}</div>'
+    state = " open" if done <= OPEN_MATRIX else ""
+    body += f"<details{state}><summary>The numbers</summary>{matrix_html(record)}</details>"
+    lead = "After each task the model is tested on every task so far, and chooses among all classes seen."
+    sections = [Section("accuracy", "Accuracy", body, lead)]
+    if done > 1:
+        lost = 100 * record.forgetting_by_task()
+        worst = int(np.nanargmax(lost)) if np.isfinite(lost).any() else 0
+        alt = (
+            f"For each task its best accuracy before the last task and its accuracy after it; the greatest loss is "
+            f"{one_decimal(lost[worst])} points, on task {worst + 1}."
+        )
+        picture = Picture("forgetting.png", figures.png(figures.forgetting_by_task(record)), alt)
+        lead = "The gap between the best accuracy before the last task and the accuracy after it, task by task."
+        sections.append(Section("forgetting", "Forgetting", picture.html() + note_list([FORMULAS["forgetting"]]), lead))
+        pictures.append(picture)
+    return sections, pictures
+
+
+def _training(record: RunRecord) -> tuple[list[Section], list[Picture]]:
+    results = record.results
+    seconds = {str(k): float(v) for k, v in results.get("seconds", {}).items() if isinstance(v, int | float)}
+    entries = [("total", duration(sum(seconds.values())))] if sum(seconds.values()) > 0 else []
+    if results.get("images_per_second"):
+        entries.append(("training speed", f"{results['images_per_second']:,.0f} images per second"))
+    if results.get("peak_memory_bytes"):
+        entries.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.1f} GiB"))
+    body = (facts(entries) if entries else "") + time_bar(seconds)
+    pictures = []
+    if record.epochs:
+        alt = f"Training loss and accuracy over {len(record.epochs)} epochs, task by task."
+        pictures.append(Picture("training.png", figures.png(figures.training_curves(record)), alt))
+        body += pictures[0].html()
+    return ([Section("training", "Training and time", body)] if body else []), pictures
+
+
+def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
+    families = spectrum_families(record)
+    if not families or record.spectra_task is None:
+        return [], []
+    counts = ", ".join(f"{family.title}: {_mean_share(family.spectra):.0f} per cent" for family in families)
+    shares = Picture(
+        "null-shares.png",
+        figures.png(spectra_figures.null_shares(families)),
+        f"Share of null directions by block. Means over the blocks: {counts}.",
+    )
+    folded, pictures = [], [shares]
+    for family in families:
+        picture = Picture(
+            f"spectra-{family.slug}.png",
+            figures.png(spectra_figures.spectra(family)),
+            f"Spectra of the covariance behind {family.title} in {len(family.spectra)} blocks on a logarithmic scale, "
+            f"with the null directions shaded: {_mean_share(family.spectra):.0f} per cent of them on average.",
+            family.meaning and f"The feature {family.feature}: {family.meaning}.",
+        )
+        pictures.append(picture)
+        folded.append(f"<h3>{escaped(family.title)}</h3>{picture.html()}")
+    lead = (
+        f"After task {record.spectra_task + 1}: which directions the features of the tasks so far leave free. "
+        "Updates are kept to these null directions."
+    )
+    return [Section("null-space", "Null space", shares.html() + "".join(folded), lead)], pictures
+
+
+def _mean_share(spectra: Mapping[str, tuple[np.ndarray, int]]) -> float:
+    return float(np.mean([100 * rank / len(values) for values, rank in spectra.values()]))
+
+
+def _classes(record: RunRecord) -> Section:
+    order = record.results.get("class_order") or []
+    body = class_table(record)
+    if order:
+        body += copyable("The class order, as numbers", " ".join(str(class_id) for class_id in order))
+    fingerprint = record.stream.get("fingerprint")
+    if fingerprint:
+        body += f"<p>Fingerprint of the data: <code>{escaped(fingerprint)}</code></p>"
+    return Section("classes", "Classes by task", body)
+
+
+def _table(record: RunRecord) -> Section:
+    table = comparison_table([record])
+    body = table_html(metrics_table(record))
+    body += copyable("Markdown", to_markdown(table)) + copyable("LaTeX", to_latex(table))
+    return Section(
+        "table", "Metrics", body, "Fractions become per cent here; a dash is a figure that is not there yet."
+    )
+
+
+def _settings(record: RunRecord) -> Section:
+    config = record.folder / "config.yaml"
+    command = f"mambacl train {shlex.quote(str(config))}"
+    body = f"<p>To make this run again:</p><pre class=copy>{escaped(command)}</pre>" if record.config_text else ""
+    if record.config_text:
+        body += copyable("Resolved configuration (config.yaml)", record.config_text)
+    versions = record.results.get("versions", {})
+    if versions:
+        body += "<h3>Versions</h3>" + facts([(name, versions[name]) for name in versions])
+    body += f"<p>Run folder: <code>{escaped(record.folder)}</code></p>"
+    return Section("settings", "Configuration", body)

@@ -1,0 +1,90 @@
+"""Figures of the null space: every block's spectrum with the chosen rank, and how much room is left in each block."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from mambacl.reports.families import Family
+from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, legend_below, styled
+
+FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
+
+
+@styled
+def spectra(family: Family) -> Figure:
+    """Small multiples, one a block: eigenvalues relative to the largest, with the null directions shaded."""
+    count = len(family.spectra)
+    columns = min(count, 8 if count > 24 else 6 if count > 8 else 4)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(max(4.4, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)))
+    figure.subplots_adjust(
+        left=0.62 / figure.get_figwidth(),
+        right=1 - 0.14 / figure.get_figwidth(),
+        bottom=0.52 / figure.get_figheight(),
+        top=1 - 0.72 / figure.get_figheight(),
+        hspace=0.42,
+        wspace=0.16,
+    )
+    same_size = len({len(spectrum.values) for spectrum in family.spectra.values()}) == 1
+    grid = figure.subplots(rows, columns, sharex=same_size, sharey=True, squeeze=False).ravel()
+    relative = {block: _relative(spectrum.values) for block, spectrum in family.spectra.items()}
+    lowest = max(min((float(values[-1]) for values in relative.values()), default=FLOOR), FLOOR)
+    for axes in grid[count:]:
+        axes.set_axis_off()
+    for axes, (block, spectrum) in zip(grid, family.spectra.items(), strict=False):
+        size = len(spectrum.values)
+        kept = size - spectrum.rank
+        axes.axvspan(kept + 0.5, size + 0.5, color="#d9efe8", linewidth=0, zorder=0)
+        axes.axvline(kept + 0.5, color=COLOURS[2], linewidth=1.0)
+        axes.plot(np.arange(1, size + 1), relative[block], color=COLOURS[0], linewidth=1.4)
+        axes.set_yscale("log")
+        axes.set_ylim(lowest / 3, 3)
+        axes.set_xlim(0.5, size + 0.5)
+        share = 100 * spectrum.rank / size
+        axes.set_title(f"{block}", fontsize=8.5, pad=3)
+        axes.set_title(f"{share:.0f}% null", fontsize=8, pad=3, loc="right", color=COLOURS[2], fontweight="normal")
+        axes.yaxis.set_major_locator(LogLocator(numticks=4))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+        axes.tick_params(labelsize=7.5, length=2)
+        axes.grid(False)
+    last_in_column = {i % columns: i for i in range(count)}
+    for i, axes in enumerate(grid[:count]):
+        axes.tick_params(labelbottom=not same_size or last_in_column[i % columns] == i)
+    left = 0.12 / figure.get_figwidth()
+    top = 1 - 0.12 / figure.get_figheight()
+    figure.text(left, top, f"Spectra behind {family.title}", fontsize=11.5, fontweight="bold", va="top")
+    words = "a panel a block; shaded: null directions" + (f"; feature: {family.feature}" if family.feature else "")
+    figure.text(left, top - 0.21 / figure.get_figheight(), words, fontsize=8.5, color=QUIET, va="top")
+    figure.supxlabel("direction, by eigenvalue", fontsize=9, color=INK, y=0.08 / figure.get_figheight())
+    figure.supylabel("eigenvalue / largest", fontsize=9, color=INK, x=0.06 / figure.get_figwidth())
+    return figure
+
+
+@styled
+def null_shares(families: Sequence[Family]) -> Figure:
+    """The share of null directions by block: the room that is left to learn without disturbing earlier tasks."""
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    blocks = list(dict.fromkeys(block for family in families for block in family.spectra))
+    for i, family in enumerate(families):
+        places = [blocks.index(block) for block in family.spectra]
+        shares = [100 * spectrum.rank / len(spectrum.values) for spectrum in family.spectra.values()]
+        colour, marker, size = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], 4 if len(blocks) > 24 else 5
+        axes.plot(places, shares, color=colour, marker=marker, markersize=size, linewidth=1.5, label=family.title)
+    step = max(1, -(-len(blocks) // 16))
+    axes.set_xticks(range(0, len(blocks), step), blocks[::step])
+    axes.set_ylim(0, 104)
+    axes.grid(axis="x", visible=False)
+    axes.set(xlabel="block", ylabel="null directions (%)")
+    axes.set_title("Room left to learn, by block")
+    legend_below(figure, axes, len(families))
+    return figure
+
+
+def _relative(values: np.ndarray) -> np.ndarray:
+    """Eigenvalues over the largest, with a floor for a logarithmic axis."""
+    largest = values[0] if len(values) and values[0] > 0 else 1.0
+    return np.maximum(values / largest, FLOOR)

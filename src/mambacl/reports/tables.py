@@ -1,0 +1,165 @@
+"""From run records to tables: what is compared, and by which formula. How a table looks is for `rendering`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mambacl.reports.groups import Group, Value, common_headline, comparable_config, differing_keys, group_runs
+from mambacl.reports.runs import RunRecord
+
+Cell = str | Value | None
+MOST_TASK_COLUMNS = 10
+MISSING, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
+
+FORMULAS = {
+    "final_accuracy_tasks": "final accuracy: mean over tasks of the accuracy after the last task, the paper's formula",
+    "final_accuracy_images": "final accuracy: right answers over all test images after the last task",
+    "forgetting": "forgetting: best over the rows before the last, the paper's formula",
+    "forgetting_public": "forgetting (public code): best over all rows, the last included",
+    "learning_accuracy": "learning accuracy: mean accuracy on each task just after it was learned",
+    "average_incremental_accuracy": "average incremental accuracy: mean over t of the accuracy after task t",
+    "backward_transfer": "backward transfer: mean over the tasks before the last of the accuracy after the last task "
+    "less the accuracy just after that task",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    best: Literal["max", "min"] | None = None
+    """which value of the column is set off, if there are several"""
+    text: bool = False
+    """words, set flush left, rather than figures"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows, apart from any format. A `Value` is in per cent; None is a figure that is not there."""
+
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def shown(self, cell: Cell, missing: str = MISSING, plus_minus: str = " ± ") -> str:
+        if cell is None:
+            return missing
+        if isinstance(cell, str):
+            return cell
+        return one_decimal(cell.mean) + ("" if cell.std is None else plus_minus + one_decimal(cell.std))
+
+    def is_best(self, row: int, column: int) -> bool:
+        """Whether this value, as printed, is the best of several in its column."""
+        best, cell = self.columns[column].best, self.rows[row][column]
+        others = [other[column] for other in self.rows]
+        means = [one_decimal(other.mean) for other in others if isinstance(other, Value)]
+        if best is None or not isinstance(cell, Value) or len(set(means)) < 2:
+            return False
+        return one_decimal(cell.mean) == (max if best == "max" else min)(means, key=float)
+
+
+def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some", "all"] = "some") -> Table:
+    """One row a run, or a group of runs that differ only by seed, with the accuracy after each task and the metrics.
+
+    `tasks`: a column for the accuracy after "all" tasks, "some" of them (at most ten, evenly spaced), or "none".
+    """
+    groups = group_runs(records)
+    headline = common_headline(records)
+    several_benchmarks = len({record.benchmark for record in records}) > 1
+    several_backbones = len({record.backbone for record in records}) > 1
+    steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
+    rank = not several_benchmarks  # figures of different benchmarks do not compete
+
+    columns = [Column("method", text=True)]
+    columns += [Column("benchmark", text=True)] * several_benchmarks + [
+        Column("backbone", text=True)
+    ] * several_backbones
+    columns += [Column("seeds", text=True)]
+    columns += [Column(f"after {step + 1}") for step in steps]
+    columns += [
+        Column("final accuracy", "max" if rank else None),
+        Column("forgetting", "min" if rank else None),
+        Column("learning accuracy", "max" if rank else None),
+        Column("average incremental accuracy", "max" if rank else None),
+    ]
+    rows = []
+    for group in groups:
+        row: list[Cell] = [group.name + (f" ({group.progress})" if group.progress else "")]
+        row += [group.first.benchmark] * several_benchmarks + [group.first.backbone] * several_backbones
+        row += [group.seeds, *_after(group, steps, headline)]
+        row += [group.metric(f"final_accuracy_{headline}"), group.metric("forgetting")]
+        row += [group.metric("learning_accuracy"), group.metric("average_incremental_accuracy")]
+        rows.append(tuple(row))
+    caption = " and ".join(dict.fromkeys(record.benchmark for record in records)) + ", in per cent"
+    return Table(caption, tuple(columns), tuple(rows), tuple(_notes(groups, headline, bool(steps), several_benchmarks)))
+
+
+def metrics_table(record: RunRecord) -> Table:
+    """Every metric of one run, with its formula in words."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, formula in FORMULAS.items():
+        value = record.metric(name)
+        rows.append((name, None if value is None else Value(100 * value), formula.partition(": ")[2]))
+    columns = (Column("metric", text=True), Column("per cent"), Column("formula", text=True))
+    return Table("All metrics", columns, tuple(rows))
+
+
+def differences_table(groups: Sequence[Group]) -> Table:
+    """The settings in which the groups are not all equal, one row a setting."""
+    firsts = [group.first for group in groups]
+    configs = [comparable_config(record) for record in firsts]
+    rows = tuple((key, *(config.get(key) for config in configs)) for key in differing_keys(firsts))
+    columns = (Column("setting", text=True), *(Column(group.label, text=True) for group in groups))
+    return Table("Settings that differ", columns, rows)
+
+
+def one_decimal(value: float) -> str:
+    """One decimal, and never a negative zero."""
+    text = f"{value:.1f}"
+    return "0.0" if text == "-0.0" else text
+
+
+def _task_columns(done: int, tasks: str) -> list[int]:
+    """Indices of the tasks that get a column; the last one always does."""
+    if tasks == "none":
+        return []
+    if tasks == "all" or done <= MOST_TASK_COLUMNS:
+        return list(range(done))
+    step = -(-done // MOST_TASK_COLUMNS)
+    return sorted({done - 1 - i * step for i in range(MOST_TASK_COLUMNS) if done - 1 - i * step >= 0})
+
+
+def _after(group: Group, steps: Sequence[int], headline: str) -> list[Cell]:
+    mean, std = group.after_each_task(headline)
+    cells: list[Cell] = []
+    for step in steps:
+        known = step < len(mean) and np.isfinite(mean[step])
+        cells.append(Value(float(mean[step]), None if std is None else float(std[step])) if known else None)
+    return cells
+
+
+def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmarks: bool) -> list[str]:
+    """What a reader must know to compare the figures with those of others."""
+    runs = [run for group in groups for run in group.runs]
+    notes = []
+    if steps:
+        over = "mean over the tasks seen" if headline == "tasks" else "right answers over all test images seen"
+        notes.append(f"after t: accuracy after task t, {over}")
+    notes += [FORMULAS[f"final_accuracy_{headline}"], FORMULAS["forgetting"]]
+    notes += [FORMULAS["learning_accuracy"], FORMULAS["average_incremental_accuracy"]]
+    if any(len(group.runs) > 1 for group in groups):
+        notes.append("several seeds: mean ± sample standard deviation")
+    if any(run.headline != headline for run in runs):
+        notes.append("the headline of some runs is an average over images; here all are averaged over tasks")
+    if any(not group.finished for group in groups):
+        notes.append("runs that are not finished have no final figures yet")
+    for group in groups:
+        if len({str(run.seed) for run in group.runs}) < len(group.runs):
+            notes.append(f"{group.label}: a seed occurs more than once, so the deviation is too small")
+    images = {sum(run.results["total"]) for run in runs if run.finished}
+    if len(images) > 1 and not several_benchmarks:
+        counts = ", ".join(f"{count:,}" for count in sorted(images))
+        notes.append(f"the runs were not tested on the same number of images ({counts})")
+    return notes

@@ -1,0 +1,186 @@
+"""Checkpoints: everything a run needs to go on as if nothing had happened.
+
+`checkpoints/` holds the backbone as it was at the start (once), what the method keeps from finished tasks (a file a
+task, the last two), and `last.safetensors` (each epoch): trained parameters, optimizer, random states, position and
+counts. The latter is the point of commitment: it names the others, and replaces its predecessor, which stays as
+`previous.safetensors`.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mambacl.errors import UserError
+from mambacl.log import logger
+from mambacl.tensorfile import read_tensors, write_tensors
+from mambacl.training.folder import RunFolder
+
+LAST, PREVIOUS, BACKBONE = "last.safetensors", "previous.safetensors", "backbone.safetensors"
+
+
+@dataclass
+class Position:
+    """Where a run stands: in `task`, after `epoch` epochs of it (0: the task has not begun), and what it has found."""
+
+    task: int = 0
+    epoch: int = 0
+    correct: list[list[int]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    images: int = 0
+    metrics_length: int = 0
+    task_file: str | None = None
+    """file with the method's state from finished tasks"""
+
+
+def save_backbone(folder: RunFolder, model: nn.Module) -> None:
+    write_tensors(folder.checkpoints / BACKBONE, model.state_dict(), {})
+
+
+def load_backbone(folder: RunFolder, model: nn.Module) -> None:
+    model.load_state_dict(read_tensors(folder.checkpoints / BACKBONE)[0])
+
+
+def save_task_state(folder: RunFolder, task: int, state: Mapping[str, Tensor], text: dict[str, str]) -> str | None:
+    """The method's state at the end of a task; the one before stays until this task's checkpoint is written."""
+    if not state:
+        return None
+    name = f"nullspace-{task:02d}.safetensors"
+    write_tensors(folder.checkpoints / name, state, text)
+    return name
+
+
+def save(
+    folder: RunFolder, position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]
+) -> None:
+    tensors = {f"method.{name}": tensor for name, tensor in method_state.items()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_state.items()}
+    random_tensors, random_text = random_state()
+    tensors |= {f"random.{name}": tensor for name, tensor in random_tensors.items()}
+    text = {"position": json.dumps(dataclasses.asdict(position)), "random": random_text}
+    last = folder.checkpoints / LAST
+    if last.exists():
+        _keep_as(last, folder.checkpoints / PREVIOUS)
+    write_tensors(last, tensors, text)
+    kept = {position.task_file, _previous_task_file(position.task_file)}
+    for path in folder.checkpoints.glob("nullspace-*.safetensors"):
+        if path.name not in kept:
+            path.unlink()
+
+
+def _keep_as(path: Path, other: Path) -> None:
+    """A second name for a file's present contents; a copy where the file system knows no second names."""
+    other.unlink(missing_ok=True)
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copyfile(path, other)
+
+
+def _previous_task_file(name: str | None) -> str | None:
+    if name is None:
+        return None
+    return f"nullspace-{int(name.removeprefix('nullspace-').split('.')[0]) - 1:02d}.safetensors"
+
+
+@dataclass
+class Checkpoint:
+    position: Position
+    method_state: dict[str, Tensor]
+    task_state: dict[str, Tensor]
+    optimizer_state: dict[str, Tensor]
+    random_tensors: dict[str, Tensor]
+    random_text: str
+
+    def restore_random_state(self) -> None:
+        restore_random_state(self.random_tensors, self.random_text)
+
+
+def load(folder: RunFolder) -> Checkpoint | None:
+    """The latest whole checkpoint, or None before the first."""
+    damaged: UserError | None = None
+    for name in (LAST, PREVIOUS):
+        if not (folder.checkpoints / name).exists():
+            continue
+        try:
+            checkpoint = _read(folder, name)
+        except UserError as error:
+            logger.warning("%s Trying the checkpoint before it.", error)
+            damaged = error
+            continue
+        return checkpoint
+    if damaged is not None:
+        raise UserError(f"{damaged} No whole checkpoint is left: start the run again with --overwrite.")
+    return None
+
+
+def _read(folder: RunFolder, name: str) -> Checkpoint:
+    tensors, text = read_tensors(folder.checkpoints / name)
+    try:
+        position = Position(**json.loads(text["position"]))
+        random_text = text["random"]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{folder.checkpoints / name} is not a checkpoint of a run.") from None
+    task_state = read_tensors(folder.checkpoints / position.task_file)[0] if position.task_file else {}
+    parts = {
+        part: {key.removeprefix(part): value for key, value in tensors.items() if key.startswith(part)}
+        for part in ("method.", "optimizer.", "random.")
+    }
+    return Checkpoint(position, parts["method."], task_state, parts["optimizer."], parts["random."], random_text)
+
+
+# Optimizer state by parameter name. PyTorch numbers the parameters; the names say which is which.
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
+    tensors = {}
+    for number, entries in state.items():
+        for key, value in entries.items():
+            if value is not None:  # SGD without momentum
+                tensors[f"{names[number]}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return tensors
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for full_name, tensor in tensors.items():
+        name, key = full_name.rsplit(".", 1)
+        if name not in names:
+            raise UserError(f"The checkpoint holds optimizer state for '{name}', which this run does not train.")
+        state.setdefault(names.index(name), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+# Random states
+
+
+def random_state() -> tuple[dict[str, Tensor], str]:
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    text = json.dumps({"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]})  # type: ignore[union-attr]
+    return tensors, text
+
+
+def restore_random_state(tensors: Mapping[str, Tensor], text: str) -> None:
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available():
+        states = [tensors[name] for name in sorted(tensors) if name.startswith("cuda.")]
+        if len(states) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(states)
+    states_by_library = json.loads(text)
+    version, values, gauss = states_by_library["python"]
+    random.setstate((version, tuple(values), gauss))
+    kind, keys, *rest = states_by_library["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

@@ -1,0 +1,96 @@
+"""A run's folder on disk. Files are replaced whole; `results.json` is valid at any moment."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mambacl.config import RunConfig, from_dict, parse_yaml
+from mambacl.errors import UserError
+from mambacl.tensorfile import write_bytes
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there nothing keeps two processes apart
+    fcntl = None  # type: ignore[assignment]
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def existing(cls, path: str | Path) -> "RunFolder":
+        folder = cls(Path(path))
+        if not (folder.path / "config.yaml").is_file():
+            raise UserError(f"{path} is no run folder (it has no config.yaml); runs are in runs/ unless --out says so.")
+        return folder
+
+    def exists(self) -> bool:
+        return (self.path / "config.yaml").is_file()
+
+    def create(self, config: RunConfig, stream: dict[str, Any]) -> None:
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.write_json("stream.json", stream)
+        write_bytes(self.path / "config.yaml", config.as_yaml().encode())
+
+    def clear(self) -> None:
+        """Removes what a run writes, and nothing else that may lie there."""
+        files = "config.yaml stream.json metrics.jsonl results.json error.log report.html table.md table.tex table.csv"
+        for name in files.split():
+            (self.path / name).unlink(missing_ok=True)
+        for name in ("checkpoints", "figures"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def config(self) -> RunConfig:
+        path = self.path / "config.yaml"
+        return from_dict(parse_yaml(path.read_text(), str(path)))
+
+    def stream(self) -> dict[str, Any]:
+        return self.read_json("stream.json")
+
+    def results(self) -> dict[str, Any]:
+        return self.read_json("results.json") if (self.path / "results.json").exists() else {}
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            raise UserError(
+                f"{path} is missing: the run cannot be continued; start it again with --overwrite."
+            ) from None
+        except (ValueError, OSError) as error:
+            raise UserError(f"{path} is damaged ({error}): start the run again with --overwrite.") from None
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        write_bytes(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with open(self.metrics, "a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def metrics_length(self) -> int:
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def truncate_metrics(self, length: int) -> None:
+        """Forgets lines written after the checkpoint that a run resumes from."""
+        if self.metrics_length() > length:
+            os.truncate(self.metrics, length)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; the lock ends with the process, however it ends."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        with open(self.checkpoints / ".lock", "w") as lock:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise UserError(f"Another process is training {self.path}: wait for it, or choose --out.") from None
+            yield

@@ -1,0 +1,263 @@
+"""The loop: tasks, epochs, steps; after each task the method's own end, evaluation, results.
+
+It knows no method by name.
+"""
+
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics, count_correct
+from mambacl.methods import Method, Task
+from mambacl.training import checkpoints
+from mambacl.training.checkpoints import Checkpoint, Position
+from mambacl.training.display import Display
+from mambacl.training.folder import RunFolder
+from mambacl.training.recipe import Recipe
+from mambacl.training.schedule import lr_factor
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+class TaskStream(Protocol):
+    """What the loop asks of a stream."""
+
+    tasks: list[list[int]]
+
+    def first_label(self, task: int) -> int: ...
+    def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Batches: ...
+    def plain_batches(self, task: int, batch_size: int) -> Batches: ...
+    def test_batches(self, task: int, batch_size: int) -> Batches: ...
+    def test_counts(self) -> list[int]: ...
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, in one sentence with the remedy."""
+
+
+class Loop:
+    def __init__(
+        self,
+        method: Method,
+        stream: TaskStream,
+        recipe: Recipe,
+        folder: RunFolder,
+        display: Display,
+        header: dict[str, Any],
+        device: torch.device,
+        bf16: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """`header`: what results.json says about the run besides what the loop finds out."""
+        self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
+        self.display, self.header, self.device, self.bf16, self.seed = display, header, device, bf16, seed
+        self.position = Position()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.names: list[str] = []
+
+    def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+        """Trains from the beginning, or from a checkpoint, to the end; returns the results."""
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        else:
+            self.write_results("running")
+        for task in range(self.position.task, len(self.stream.tasks)):
+            self._train_task(task)
+            self._end_task(task)
+        return self.write_results("finished")
+
+    # One task
+
+    def _train_task(self, task: int) -> None:
+        if self.position.epoch == 0:
+            self.method.start_task(
+                Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), task_seed(self.seed, task))
+            )
+        if self.optimizer is None:
+            self._new_optimizer()
+        for epoch in range(self.position.epoch, self.recipe.epochs):
+            self._train_epoch(task, epoch)
+            self.position.epoch = epoch + 1
+            self._save()
+        self.optimizer = None
+
+    def _train_epoch(self, task: int, epoch: int) -> None:
+        recipe = self.recipe
+        place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
+        self.display.phase(place)
+        batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
+        steps = len(batches)  # type: ignore[arg-type]
+        loss_sum = torch.zeros((), device=self.device)
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        images_seen = 0
+        started = time.perf_counter()
+        for step, (images, labels) in enumerate(batches):
+            done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
+            loss, correct = self._step(images, labels, lr_factor(recipe, done))
+            loss_sum += loss * len(images)
+            right += correct
+            images_seen += len(images)
+            self.display.step()
+        loss_mean = float(loss_sum) / images_seen
+        accuracy = int(right) / images_seen
+        seconds = time.perf_counter() - started
+        if not np.isfinite(loss_mean):
+            raise TrainingError(
+                f"The loss of {place} is not finite: lower training.lr or training.head_lr, or use precision float32."
+            )
+        self._add_seconds(train=seconds)
+        self.position.images += images_seen
+        self._record("epoch", task=task, epoch=epoch, loss=loss_mean, accuracy=accuracy, images=images_seen,
+                     lr=lr_factor(recipe, epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
+        speed = images_seen / seconds
+        self.display.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
+
+    def _step(self, images: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        with self._autocast():
+            loss, correct = self.method.loss(images, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach(), correct
+
+    def _new_optimizer(self) -> None:
+        self.names, groups = [], []
+        rates = {"backbone": self.recipe.lr, "classifier": self.recipe.head_lr}
+        for role, named in self.method.named_parameters().items():
+            if named:
+                self.names += [name for name, _ in named]
+                rate = rates[role]
+                groups.append({"params": [p for _, p in named], "lr": rate, "base_lr": rate})
+        self.optimizer = self.method.wrap(make_optimizer(self.recipe, groups))
+
+    # The end of a task
+
+    def _end_task(self, task: int) -> None:
+        recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
+        place = f"task {task + 1}/{tasks}"
+        self.display.phase(f"{place} consolidating")
+        self._add_seconds(**self.method.finish_task(self.stream.plain_batches(task, recipe.covariance_batch_size)))
+        self.display.phase(f"{place} evaluating")
+        started = time.perf_counter()
+        row = self.evaluate(task)
+        self._add_seconds(evaluate=time.perf_counter() - started)
+        position.correct.append(row)
+        position.task_file = checkpoints.save_task_state(self.folder, task, self.method.task_state_dict(), {})
+        position.task, position.epoch = task + 1, 0
+        total = self.stream.test_counts()
+        self._record("task", task=task, correct=row, total=total[: task + 1])
+        self._save()
+        over = accuracy_over_tasks if recipe.headline == "tasks" else accuracy_over_images
+        average = over(position.correct, total)[-1]
+        each = " ".join(f"{right / total[j]:.1%}" for j, right in enumerate(row[:12])) + (" ..." if task > 11 else "")
+        self.display.task(f"after {place}: accuracy {average:.1%}  (by task: {each})")
+
+    def evaluate(self, task: int) -> list[int]:
+        """Right test images of each task up to this one."""
+
+        def predict(images: Tensor) -> Tensor:
+            with self._autocast():
+                return self.method.predict(images)
+
+        size = self.recipe.eval_batch_size
+        return [count_correct(predict, self.stream.test_batches(j, size), self.device) for j in range(task + 1)]
+
+    # Keeping
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        self.position = checkpoint.position
+        self.method.load_state_dict(checkpoint.method_state)
+        if checkpoint.task_state:
+            self.method.load_task_state_dict(checkpoint.task_state)
+        if self.position.epoch > 0:
+            self._new_optimizer()
+            assert self.optimizer is not None
+            checkpoints.load_optimizer(self.optimizer, self.names, checkpoint.optimizer_state)
+        checkpoint.restore_random_state()
+        self.folder.truncate_metrics(self.position.metrics_length)
+        self.write_results("running")
+
+    def _save(self) -> None:
+        self.position.metrics_length = self.folder.metrics_length()
+        mid_task = self.optimizer is not None and self.position.epoch > 0
+        optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
+        checkpoints.save(self.folder, self.position, self.method.state_dict(), optimizer_state)
+        self.write_results("running")
+
+    def _record(self, event: str, **values: Any) -> None:
+        self.folder.append_metrics({"event": event, **values})
+
+    def _add_seconds(self, **seconds: float) -> None:
+        for phase, value in seconds.items():
+            self.position.seconds[phase] = self.position.seconds.get(phase, 0.0) + value
+
+    def write_results(self, status: str) -> dict[str, Any]:
+        position, total = self.position, self.stream.test_counts()
+        seconds = {phase: position.seconds.get(phase, 0.0) for phase in PHASES}
+        results = {
+            "schema": 1,
+            "status": status,
+            **self.header,
+            "correct": position.correct,
+            "total": total,
+            "metrics": all_metrics(position.correct, total),
+            "seconds": seconds,
+            "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
+            "peak_memory_bytes": peak_memory(self.device),
+            "versions": versions(),
+        }
+        self.folder.write_json("results.json", results)
+        return results
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+
+PHASES = ("train", "covariance", "decomposition", "evaluate")
+
+
+def make_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    decay = recipe.weight_decay
+    if recipe.optimizer == "adam":
+        return torch.optim.Adam(groups, weight_decay=decay)
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, weight_decay=decay)
+    return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
+
+
+def task_seed(seed: int, task: int) -> int:
+    return int(np.random.SeedSequence([seed, task]).generate_state(1)[0])
+
+
+def peak_memory(device: torch.device) -> int:
+    """Of the device where there is one, else of this process, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("mambacl", "torch", "torchvision", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from its source folder
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,244 @@
+"""Runs from beginning to end: `train`, `resume` and `evaluate`, for the command line and for Python alike."""
+
+import dataclasses
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mambacl.backbones import create_model
+from mambacl.config import RunConfig, resolve
+from mambacl.errors import UserError
+from mambacl.log import logger
+from mambacl.methods import METHODS, Method, Setup
+from mambacl.streams import Stream, open_stream
+from mambacl.training import checkpoints
+from mambacl.training.display import make_display
+from mambacl.training.folder import RunFolder
+from mambacl.training.loop import Loop, TrainingError
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its folder and what is in its results.json."""
+
+    folder: Path
+    results: dict[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.results["metrics"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Right test images of each task: counted now, and as the run recorded them; and the number of test images."""
+
+    counted: list[int]
+    recorded: list[int]
+    total: list[int]
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None, *, overwrite: bool = False, **overrides: Any
+) -> Run:
+    """Trains a run and returns it: a preset's name, a YAML file, a mapping or a `RunConfig`, with overrides.
+
+        mambacl.train("demo", method="sequential", training={"lr": 1e-3}, out="runs/mine")
+
+    A folder with the same run in it is continued, or, when finished, returned as it is; `overwrite` trains anew.
+    """
+    resolved = resolve(config, overrides)
+    folder = RunFolder(resolved.folder)
+    if folder.exists() and not overwrite:
+        differing = differences(folder.config(), resolved)
+        if differing:
+            raise UserError(
+                f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
+                "choose another --out, or --overwrite to replace it."
+            )
+        return _continue(folder, resolved)
+    parts = _build(resolved, resolved.pretrained)  # fails before anything is written or removed
+    with folder.locked():
+        if overwrite:
+            folder.clear()
+        folder.create(resolved, parts.stream.describe())
+        checkpoints.save_backbone(folder, parts.model)
+        return _work(folder, parts, None)
+
+
+def resume(path: str | Path) -> Run:
+    """Continues a run where its last checkpoint stands."""
+    folder = RunFolder.existing(path)
+    return _continue(folder, folder.config())
+
+
+def _continue(folder: RunFolder, config: RunConfig) -> Run:
+    results = folder.results()
+    if results.get("status") == "finished":
+        logger.info("%s is finished; it is shown as it is (--overwrite trains it again).", folder.path)
+        return Run(folder.path, results)
+    with folder.locked():
+        started = (folder.checkpoints / checkpoints.BACKBONE).exists()
+        parts = _build(config, False if started else config.pretrained)
+        _check_stream(folder, parts.stream)
+        if started:
+            checkpoints.load_backbone(folder, parts.model)
+        else:
+            checkpoints.save_backbone(folder, parts.model)
+        checkpoint = checkpoints.load(folder) if started else None
+        if checkpoint is not None:
+            position = checkpoint.position
+            logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
+        return _work(folder, parts, checkpoint)
+
+
+def evaluate(path: str | Path, batch_size: int | None = None) -> Evaluation:
+    """Evaluates a run's last checkpoint again over all tasks learned by then; its files stay as they are.
+
+    `batch_size` changes nothing but the speed.
+    """
+    folder = RunFolder.existing(path)
+    config = folder.config()
+    if batch_size is not None:
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
+    checkpoint = checkpoints.load(folder)
+    if checkpoint is None or checkpoint.position.task == 0:
+        raise UserError(f"{path} has not finished a task yet: `mambacl resume {path}` first.")
+    parts = _build(config, False)
+    _check_stream(folder, parts.stream)
+    checkpoints.load_backbone(folder, parts.model)
+    loop = parts.loop(folder)
+    parts.method.load_state_dict(checkpoint.method_state)
+    counted = loop.evaluate(checkpoint.position.task - 1)
+    return Evaluation(counted, checkpoint.position.correct[-1], parts.stream.test_counts()[: len(counted)])
+
+
+@dataclass(frozen=True)
+class _Parts:
+    config: RunConfig
+    model: nn.Module
+    stream: Stream
+    method: Method
+    device: torch.device
+
+    def steps(self, task: int) -> int:
+        """Steps in an epoch of a task."""
+        recipe = self.config.training
+        return -(-self.stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size)
+
+    def loop(self, folder: RunFolder, done: int = 0) -> Loop:
+        config = self.config
+        recipe = config.training
+        steps = sum(self.steps(t) for t in range(len(self.stream.tasks))) * recipe.epochs
+        display = make_display(config.method, steps, done)
+        header = {
+            "benchmark": config.name,
+            "method": config.method,
+            "backbone": config.backbone,
+            "seed": config.seed,
+            "class_names": self.stream.dataset.class_names,
+            "class_order": self.stream.class_order,
+            "tasks": self.stream.tasks,
+        }
+        bf16 = config.precision == "bf16"
+        return Loop(self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed)
+
+
+def _build(config: RunConfig, pretrained: bool | str) -> _Parts:
+    method_class = METHODS.get(config.method)
+    device = pick_device(config.device)
+    model = create_model(config.backbone, num_classes=0, pretrained=pretrained, **config.backbone_options)
+    data: Any = model.default_cfg
+    stream = open_stream(
+        config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
+        config.training.workers,
+    )  # fmt: skip
+    warm = config.training.heads == "warm-second"
+    method = method_class(model.to(device), Setup(config.nullspace, warm, config.seed, config.options))
+    return _Parts(config, model, stream, method, device)
+
+
+def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint | None) -> Run:
+    """The loop, with whatever ends it early put on record."""
+    config = parts.config
+    torch.manual_seed(config.seed)
+    done = 0
+    if checkpoint is not None:
+        position = checkpoint.position
+        done = sum(parts.steps(t) for t in range(position.task)) * config.training.epochs
+        done += parts.steps(position.task) * position.epoch if position.epoch else 0
+    else:
+        logger.info("%s: %s", config.method, parts.method.describe())
+    loop = parts.loop(folder, done)
+    try:
+        with _terminable(), loop.display:
+            return Run(folder.path, loop.run(checkpoint))
+    except KeyboardInterrupt:
+        loop.write_results("interrupted")
+        raise
+    except (UserError, TrainingError) as error:
+        loop.write_results("failed")
+        raise TrainingError(f"{error} (`mambacl resume {folder.path}` continues from the last checkpoint)") from error
+    except Exception:
+        loop.write_results("failed")
+        (folder.path / "error.log").write_text(traceback.format_exc())
+        raise
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Names of options that differ and matter to the outcome."""
+
+    def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    a, b = dict(flat(one.as_dict())), dict(flat(other.as_dict()))
+    immaterial = {"out", "training.workers", "training.eval_batch_size"}
+    return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in immaterial]
+
+
+def _check_stream(folder: RunFolder, stream: Stream) -> None:
+    saved, now = folder.stream(), stream.describe()
+    differing = [key for key in now if saved.get(key) != now[key]]
+    if differing:
+        raise UserError(
+            f"The data are not those that {folder.path} was trained on (stream.json differs in {differing[0]}): "
+            "restore them, or start again with --overwrite."
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"There is no device '{name}' here: use --device auto, or cpu.")
+    return device
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM, as batch systems send it, ends a run like Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
