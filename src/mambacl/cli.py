@@ -25,6 +25,7 @@ def train(arguments: Sequence[str]) -> int:
     from jsonargparse import ArgumentError
 
     from mambacl.config import build_parser, preset_names, readable, resolve
+    from mambacl.methods import METHODS
     from mambacl.training.run import train as run_training
 
     parser = build_parser()
@@ -49,6 +50,7 @@ def train(arguments: Sequence[str]) -> int:
     for method in methods:
         out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
         configs.append(resolve(preset, {**given, "method": method, "out": out}))
+        METHODS.get(method)  # a mistake in the last is found before the first is trained
     runs = [run_training(config, overwrite=overwrite) for config in configs]
     return _show(runs, first)
 

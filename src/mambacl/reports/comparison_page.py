@@ -22,7 +22,7 @@ from mambacl.reports.markup import (
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.run_page import Page, banner
 from mambacl.reports.runs import RunRecord
-from mambacl.reports.tables import FORMULAS, comparison_table, differences_table, one_decimal
+from mambacl.reports.tables import FORMULAS, comparison_table, differences_table, one_decimal, progress_table
 
 
 def comparison_page(records: Sequence[RunRecord]) -> Page:
@@ -40,7 +40,7 @@ def comparison_page(records: Sequence[RunRecord]) -> Page:
 def _header(records: Sequence[RunRecord], groups: Sequence[Group], title: str) -> str:
     entries: list[tuple[str, object]] = [("runs", len(records)), ("groups", len(groups))]
     entries += [("backbone", name) for name in dict.fromkeys(record.backbone for record in records)]
-    open_runs = "".join(banner(record) for record in records)
+    open_runs = "".join(banner(run, f"{group.label}, seed {run.seed},") for group in groups for run in group.runs)
     return f"<h1>{escaped(title)}</h1>{facts(entries)}{open_runs}{cards(_headline(records, groups))}"
 
 
@@ -89,7 +89,8 @@ def _curves(groups: Sequence[Group], pictures: list[Picture]) -> Section:
     band = "" if all(len(group.runs) == 1 for group in started) else "Bands: one sample standard deviation over seeds."
     alt = f"Accuracy after each task, a line a group. At their last task, in per cent: {ends}."
     pictures.append(Picture("accuracy.png", figures.png(figures.accuracy_curves(started)), alt, band))
-    return Section("curves", "Accuracy after each task", pictures[-1].html())
+    table = progress_table([run for group in started for run in group.runs])
+    return Section("curves", "Accuracy after each task", pictures[-1].html() + table_html(table))
 
 
 def _matrices(groups: Sequence[Group], pictures: list[Picture]) -> Section:
@@ -113,7 +114,7 @@ def _matrices(groups: Sequence[Group], pictures: list[Picture]) -> Section:
 
 
 def _differences(groups: Sequence[Group]) -> Section:
-    table = differences_table(groups)
+    table = differences_table(list({group.label: group for group in groups}.values()))
     body = table_html(table) if table.rows else "<p>The configurations are equal but for the seeds.</p>"
     return Section("differences", "What differs", body, "Settings in which the groups are not equal; seeds apart.")
 

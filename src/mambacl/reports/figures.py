@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from mambacl.reports.groups import Group, common_headline
@@ -26,6 +27,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, QUIET, FAINT = "#22272e", "#6b7480", "#d9dee4"
 BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b83bd", "#08406e"])
+LONGEST_LABEL = 60
 MOST_NUMBERS = 12  # tasks up to which each cell or point carries its number
 STYLE: Any = {  # untyped: not every release of matplotlib knows the same keys
     "font.size": 10.5,
@@ -49,6 +51,8 @@ STYLE: Any = {  # untyped: not every release of matplotlib knows the same keys
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "figure.facecolor": "white",
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.1,
     "svg.hashsalt": "mambacl",
 }
 
@@ -97,7 +101,7 @@ def accuracy_matrix(record: RunRecord) -> Figure:
         for t in range(done):
             for j in range(t + 1):
                 if np.isfinite(matrix[t, j]):
-                    dark = (matrix[t, j] - low) / (high - low) > 0.5
+                    dark = (matrix[t, j] - low) / (high - low) > 0.64
                     colour = "white" if dark else INK
                     axes.text(j, t, one_decimal(matrix[t, j]), ha="center", va="center", color=colour, fontsize=8.5)
     _number_tasks(axes.xaxis, done)
@@ -119,17 +123,17 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
 
     For a single run, the accuracy on the newest task stands beside it: what is learned, and what is kept.
     """
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    axes = figure.add_subplot()
     headline = common_headline(run for group in groups for run in group.runs)
     alone = len(groups) == 1 and len(groups[0].runs) == 1
+    figure = Figure(figsize=(7.0, 5.6) if alone else (7.6, 4.6), layout="constrained")  # alone, beside the matrix
+    axes = figure.add_subplot()
     drawn = [(group, *group.after_each_task(headline)) for group in groups]
     longest = max((len(mean) for _, mean, _ in drawn), default=0)
     if alone:
         newest = 100 * np.diag(groups[0].first.accuracies())
         axes.plot(_numbers(newest), newest, color=QUIET, linestyle=(0, (4, 2)), linewidth=1.4, label="the newest task")
     for i, (group, mean, std) in enumerate(drawn):
-        label = "all tasks seen" if alone else group.label + (f" ({group.progress})" if group.progress else "")
+        label = "all tasks seen" if alone else name_of(group)
         axes.plot(
             _numbers(mean),
             mean,
@@ -145,8 +149,11 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
             )
     if alone and 0 < longest <= MOST_NUMBERS:
         for x, y in enumerate(drawn[0][1], start=1):
-            axes.annotate(one_decimal(y), (x, y), (0, -13), textcoords="offset points", ha="center", fontsize=8.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            number = axes.annotate(
+                one_decimal(y), (x, y), (0, -14), textcoords="offset points", ha="center", fontsize=8.5, zorder=5
+            )
+            number.set_path_effects([withStroke(linewidth=3, foreground="white")])  # legible over the other line
+    _number_tasks(axes.xaxis, longest, first=1)
     axes.margins(x=0.03, y=0.12)
     axes.set_ylim(top=min(axes.get_ylim()[1], 101.5))
     axes.set(xlabel="tasks learned", ylabel="accuracy (%)")
@@ -185,7 +192,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
         [], [], s=40, facecolor="white", edgecolor=COLOURS[1], linewidth=1.4, label="best before the last task"
     )
     axes.scatter([], [], s=40, color=COLOURS[0], marker="s", label="after the last task")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _number_tasks(axes.xaxis, done, first=1)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.16)
     axes.set(xlabel="task", ylabel="accuracy (%)")
@@ -204,13 +211,13 @@ def forgetting_curves(groups: Sequence[Group]) -> Figure:
         mean, colour = losses.mean(axis=0), COLOURS[i % len(COLOURS)]
         marker = MARKERS[i % len(MARKERS)] if len(mean) <= 25 else None
         style = ("-", "--", ":", "-.")[i // len(COLOURS) % 4]
-        label = group.label + (f" ({group.progress})" if group.progress else "")
+        label = name_of(group)
         axes.plot(_numbers(mean), mean, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
         if len(losses) > 1:
             std = losses.std(axis=0, ddof=1)
             axes.fill_between(_numbers(mean), mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
     axes.axhline(0, color=QUIET, linewidth=1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _number_tasks(axes.xaxis, max((group.first.tasks_done - 1 for group in groups), default=0), first=1)
     axes.set(xlabel="task", ylabel="forgetting (points)")
     axes.set_title("What each task lost by the end")
     legend_below(figure, axes, len(groups))
@@ -254,7 +261,7 @@ def final_figures(groups: Sequence[Group]) -> Figure:
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-    left.set_yticks(range(len(finished)), [group.label for _, group in finished])
+    left.set_yticks(range(len(finished)), [name_of(group) for _, group in finished])
     return figure
 
 
@@ -273,7 +280,8 @@ def training_curves(record: RunRecord) -> Figure:
             values = [epoch.get(name) for epoch in epochs[start:end]]
             known = [scale * value if isinstance(value, int | float) else np.nan for value in values]
             marker = "o" if end - start == 1 else None
-            axes.plot(np.arange(start, end) + 1, known, color=colour, marker=marker, markersize=3)
+            width = 1.6 if len(starts) <= 20 else 0.9
+            axes.plot(np.arange(start, end) + 1, known, color=colour, linewidth=width, marker=marker, markersize=3)
             if number % 2:
                 axes.axvspan(start + 0.5, end + 0.5, color="#eff2f5", linewidth=0, zorder=0)
         axes.set_ylabel(label)
@@ -309,15 +317,26 @@ def shade_range(matrix: Floats) -> tuple[float, float]:
     return min(low, 90.0), 100.0
 
 
+def name_of(group: Group) -> str:
+    """A group's label as plain text of one line: matplotlib takes dollar signs for formulas, and leaves out of a
+    legend what begins with an underscore."""
+    label = " ".join(group.label.split()) + (f" ({group.progress})" if group.progress else "")
+    label = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
+    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
+
+
 def _numbers(values: Floats) -> Floats:
     return np.arange(1, len(values) + 1, dtype=np.float64)
 
 
-def _number_tasks(axis: Any, done: int) -> None:
-    """Tasks are counted from one; at most about a dozen ticks."""
-    step = max(1, -(-done // MOST_NUMBERS))
-    ticks = list(range(0, done, step))
-    axis.set_ticks(ticks, [str(tick + 1) for tick in ticks])
+def _number_tasks(axis: Any, done: int, first: int = 0) -> None:
+    """Ticks for tasks, which are counted from one: all of them, or the first and round numbers, a dozen at most.
+
+    `first`: where the first task stands on the axis.
+    """
+    step = next((step for step in (1, 5, 10, 20, 50, 100) if done <= MOST_NUMBERS * step), 200)
+    numbers = [number for number in range(1, done + 1) if number == 1 or number % step == 0]
+    axis.set_ticks([number - 1 + first for number in numbers], [str(number) for number in numbers])
 
 
 def legend_below(figure: Figure, axes: Any, entries: int) -> None:

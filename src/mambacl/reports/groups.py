@@ -9,7 +9,7 @@ import numpy as np
 
 from mambacl.reports.runs import Floats, RunRecord
 
-SEED_KEYS = ("seed", "out", "stream.order_seed")  # in these, the runs of a group may differ
+SEED_KEYS = ("seed", "out", "stream.order_seed", "device")  # in these, the runs of a group may differ
 SHOWN_DIFFERENCES = 3
 
 
@@ -123,11 +123,16 @@ def _differences(record: RunRecord, siblings: Sequence[RunRecord]) -> str:
     config = comparable_config(record)
     tails = [key.rpartition(".")[2] for key in keys]
     words = [
-        f"{tail if tails.count(tail) == 1 else key}={config.get(key, 'unset')}"
+        f"{tail if tails.count(tail) == 1 else key}={_short(config.get(key, 'unset'))}"
         for key, tail in zip(keys, tails, strict=True)
     ]
     more = len(words) - SHOWN_DIFFERENCES
     return ", " + ", ".join(words[:SHOWN_DIFFERENCES]) + (f", {more} more" if more > 0 else "")
+
+
+def _short(value: str) -> str:
+    """A value in a name: a list of a hundred classes would drown the rest."""
+    return value if len(value) <= 24 else value[:23] + "…"
 
 
 def _kind(record: RunRecord) -> tuple[str, str, str]:

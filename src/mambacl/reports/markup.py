@@ -33,7 +33,9 @@ class Picture:
 
     def html(self) -> str:
         source = "data:image/png;base64," + base64.b64encode(self.data).decode("ascii")
-        width, height = (int.from_bytes(self.data[i : i + 4], "big") // 2 for i in (16, 20))  # of the PNG's header
+        width, height = (
+            int.from_bytes(self.data[i : i + 4], "big") * 16 // 25 for i in (16, 20)
+        )  # PNG header; 150 dpi to 96
         caption = f"<figcaption>{escaped(self.caption)}</figcaption>" if self.caption else ""
         return (
             f'<figure><img src="{source}" alt="{escaped(self.alt)}" width="{width}" height="{height}">'
@@ -120,8 +122,9 @@ def table_html(table: Table, notes: bool = True) -> str:
             cells.append(f"<{tag}{' class=text' if column.text else ''}>{words}</{tag.split()[0]}>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     remarks = note_list(table.notes) if notes else ""
+    dense = " dense" if len(table.columns) > 8 else ""
     return (
-        f'<div class="wide" tabindex="0"><table class="full"><caption>{escaped(table.caption)}</caption>'
+        f'<div class="wide" tabindex="0"><table class="full{dense}"><caption>{escaped(table.caption)}</caption>'
         f"<thead><tr>{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></div>{remarks}"
     )
 

@@ -39,7 +39,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
             write_bytes(target / name, data)
     except OSError as error:
         raise UserError(
-            f"The report cannot be written to {target} ({error.strerror}); give another folder with --out."
+            f"The report cannot be written to {target} ({error.strerror or error}); give another folder with --out."
         ) from None
     return target / "report.html"
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import textwrap
 
 from mambacl.reports.tables import MISSING, Cell, Table, Value
 
@@ -23,20 +24,45 @@ LATEX = {
 }
 
 
-def to_text(table: Table) -> str:
-    """Aligned columns for a terminal, with the notes below."""
-    cells = [[column.title for column in table.columns]]
-    cells += [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
-    lines = []
-    for row in cells:
-        fitted = [
-            cell.ljust(width) if column.text else cell.rjust(width)
-            for cell, width, column in zip(row, widths, table.columns, strict=True)
+def to_text(table: Table, width: int = 120) -> str:
+    """Aligned columns for a terminal, with the notes below.
+
+    Columns that do not fit the width follow in further blocks, each with the first column again.
+    """
+    heads = [_wrapped(column.title) for column in table.columns]
+    cells = [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
+    widths = [max(len(words) for words in [*head, *(row[i] for row in cells)]) for i, head in enumerate(heads)]
+
+    def line(row: list[str], block: list[int]) -> str:
+        sides = [row[i].ljust(widths[i]) if table.columns[i].text else row[i].rjust(widths[i]) for i in block]
+        return "  ".join(sides).rstrip()
+
+    lines: list[str] = []
+    for block in _blocks(widths, width):
+        height = max(len(heads[i]) for i in block)
+        padded = [[""] * (height - len(head)) + head for head in heads]  # titles stand on the rule
+        lines += [
+            line([head[number] if number < len(head) else "" for head in padded], block) for number in range(height)
         ]
-        lines.append("  ".join(fitted).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([table.caption, "", *lines, "", *table.notes]).rstrip() + "\n"
+        lines.append("  ".join("-" * widths[i] for i in block))
+        lines += [*(line(row, block) for row in cells), ""]
+    return "\n".join([table.caption, "", *lines, *table.notes]).rstrip() + "\n"
+
+
+def _wrapped(title: str, width: int = 12) -> list[str]:
+    """A column's title on as many lines as it needs."""
+    return textwrap.wrap(_one_line(title), width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _blocks(widths: list[int], width: int) -> list[list[int]]:
+    """Columns that stand side by side; the first column opens every block."""
+    blocks = [[0]] if widths else []
+    for i in range(1, len(widths)):
+        taken = sum(widths[j] + 2 for j in blocks[-1])
+        if taken + widths[i] > width and len(blocks[-1]) > 1:
+            blocks.append([0])
+        blocks[-1].append(i)
+    return blocks
 
 
 def to_markdown(table: Table) -> str:

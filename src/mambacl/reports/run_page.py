@@ -47,7 +47,7 @@ def run_page(record: RunRecord) -> Page:
     return Page(document(title, _header(record, title), sections), (*pictures, *more, *most))
 
 
-def banner(record: RunRecord) -> str:
+def banner(record: RunRecord, who: str = "This run") -> str:
     """What to do about a run that is not finished; empty for one that is."""
     if record.finished:
         return ""
@@ -55,7 +55,7 @@ def banner(record: RunRecord) -> str:
     command = f"mambacl resume {shlex.quote(str(record.folder))}"
     words = "If it no longer runs, continue it with" if record.status == "running" else "Continue it with"
     return (
-        f'<div class="banner" role="status"><p><strong>This run is not finished</strong> '
+        f'<div class="banner" role="status"><p><strong>{escaped(who)} is not finished</strong> '
         f"(status: {escaped(record.status)}; {done}). {words} <code>{escaped(command)}</code>.</p></div>"
     )
 
@@ -148,12 +148,13 @@ def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
     if not families or record.spectra_task is None:
         return [], []
     counts = ", ".join(f"{family.title}: {_mean_share(family.spectra):.0f} per cent" for family in families)
-    shares = Picture(
-        "null-shares.png",
-        figures.png(spectra_figures.null_shares(families)),
-        f"Share of null directions by block. Means over the blocks: {counts}.",
+    protected = Picture(
+        "protected.png",
+        figures.png(spectra_figures.protected_directions(families)),
+        f"Protected directions by block. Null directions, mean over the blocks: {counts}.",
     )
-    folded, pictures = [], [shares]
+    folded: list[str] = []
+    pictures = [protected]
     for family in families:
         picture = Picture(
             f"spectra-{family.slug}.png",
@@ -163,12 +164,14 @@ def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
             family.meaning and f"The feature {family.feature}: {family.meaning}.",
         )
         pictures.append(picture)
-        folded.append(f"<h3>{escaped(family.title)}</h3>{picture.html()}")
+        state = "" if folded else " open"
+        words = f"Spectra behind {family.title}"
+        folded.append(f"<details{state}><summary>{escaped(words)}</summary>{picture.html()}</details>")
     lead = (
         f"After task {record.spectra_task + 1}: which directions the features of the tasks so far leave free. "
-        "Updates are kept to these null directions."
+        "The next updates are projected onto these null directions, as strictly as eta says."
     )
-    return [Section("null-space", "Null space", shares.html() + "".join(folded), lead)], pictures
+    return [Section("null-space", "Null space", protected.html() + "".join(folded), lead)], pictures
 
 
 def _mean_share(spectra: Mapping[str, tuple[np.ndarray, int]]) -> float:
@@ -190,14 +193,13 @@ def _table(record: RunRecord) -> Section:
     table = comparison_table([record])
     body = table_html(metrics_table(record))
     body += copyable("Markdown", to_markdown(table)) + copyable("LaTeX", to_latex(table))
-    return Section(
-        "table", "Metrics", body, "Fractions become per cent here; a dash is a figure that is not there yet."
-    )
+    return Section("table", "Metrics", body)
 
 
 def _settings(record: RunRecord) -> Section:
     config = record.folder / "config.yaml"
-    command = f"mambacl train {shlex.quote(str(config))}"
+    again = record.folder.with_name(f"{record.folder.name}-again")  # its own folder would show the finished run
+    command = f"mambacl train {shlex.quote(str(config))} --out {shlex.quote(str(again))}"
     body = f"<p>To make this run again:</p><pre class=copy>{escaped(command)}</pre>" if record.config_text else ""
     if record.config_text:
         body += copyable("Resolved configuration (config.yaml)", record.config_text)

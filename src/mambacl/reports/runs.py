@@ -46,7 +46,7 @@ class RunRecord:
     """by protected part, after the latest task that has a file; parts that share a feature share the array"""
     spectra_task: int | None = None
     setting: Mapping[str, Any] = field(default_factory=dict)
-    """the null-space setting stored beside the spectra"""
+    """the null-space setting stored beside the spectra, or else the configuration's"""
 
     @property
     def method(self) -> str:
@@ -135,11 +135,14 @@ def load_run(path: str | Path) -> RunRecord:
     results = _read_results(folder / "results.json")
     config_text = _read_text(folder / "config.yaml")
     stream = folder / "stream.json"
+    config = _parse_config(folder / "config.yaml", config_text)
     spectra, spectra_task, setting = _read_spectra(folder / "checkpoints")
+    configured = config.get("nullspace")
+    setting = setting or (configured if isinstance(configured, Mapping) else {})
     return RunRecord(
         folder=folder,
         results=results,
-        config=_parse_config(folder / "config.yaml", config_text),
+        config=config,
         config_text=config_text,
         stream=_mapping(stream, _parse_json(stream, _read_text(stream))) if stream.is_file() else {},
         epochs=_read_epochs(folder / "metrics.jsonl"),
@@ -158,7 +161,7 @@ def _read_results(path: Path) -> Mapping[str, Any]:
         )
     problem = _problem(results)
     if problem:
-        raise UserError(f"{path} is damaged ({problem}); restore it, or write it anew with mambacl evaluate.")
+        raise UserError(f"{path} is damaged ({problem}); restore it, or train the run again with --overwrite.")
     return results
 
 
@@ -195,7 +198,7 @@ def _is_count(value: Any) -> bool:
 
 def _read_epochs(path: Path) -> tuple[Mapping[str, Any], ...]:
     """The epoch events. A last line cut off by a crash is left out; a broken line before it is an error."""
-    lines = _read_text(path).splitlines()
+    lines = _read_text(path).split("\n")
     last: dict[tuple[int, int], Mapping[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""Figures of the null space: every block's spectrum with the chosen rank, and how much room is left in each block."""
+"""Figures of the null space: every block's spectrum with the chosen rank, and what each block protects."""
 
 from collections.abc import Sequence
 
@@ -30,6 +30,8 @@ def spectra(family: Family) -> Figure:
     same_size = len({len(spectrum.values) for spectrum in family.spectra.values()}) == 1
     grid = figure.subplots(rows, columns, sharex=same_size, sharey=True, squeeze=False).ravel()
     relative = {block: _relative(spectrum.values) for block, spectrum in family.spectra.items()}
+    kept_shares = [1 - spectrum.rank / len(spectrum.values) for spectrum in family.spectra.values()]
+    early = float(np.median(kept_shares)) < 0.25  # a corner among the first directions needs room
     lowest = max(min((float(values[-1]) for values in relative.values()), default=FLOOR), FLOOR)
     for axes in grid[count:]:
         axes.set_axis_off()
@@ -41,13 +43,19 @@ def spectra(family: Family) -> Figure:
         axes.plot(np.arange(1, size + 1), relative[block], color=COLOURS[0], linewidth=1.4)
         axes.set_yscale("log")
         axes.set_ylim(lowest / 3, 3)
-        axes.set_xlim(0.5, size + 0.5)
-        share = 100 * spectrum.rank / size
-        axes.set_title(f"{block}", fontsize=8.5, pad=3)
-        axes.set_title(f"{share:.0f}% null", fontsize=8, pad=3, loc="right", color=COLOURS[2], fontweight="normal")
+        axes.set_xlim(0.9 if early else 0.5, size + 0.5)
+        axes.set_title(block, fontsize=8.5, pad=3)
+        words = f"{spectrum.rank} of {size}"
+        axes.set_title(words, fontsize=7.5, pad=3, loc="right", color="#00704f", fontweight="normal")
         axes.yaxis.set_major_locator(LogLocator(numticks=4))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+        if early:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=5))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         axes.tick_params(labelsize=7.5, length=2)
         axes.grid(False)
     last_in_column = {i % columns: i for i in range(count)}
@@ -56,7 +64,9 @@ def spectra(family: Family) -> Figure:
     left = 0.12 / figure.get_figwidth()
     top = 1 - 0.12 / figure.get_figheight()
     figure.text(left, top, f"Spectra behind {family.title}", fontsize=11.5, fontweight="bold", va="top")
-    words = "a panel a block; shaded: null directions" + (f"; feature: {family.feature}" if family.feature else "")
+    words = "a panel a block; shaded, and counted on the right: null directions" + (
+        f"; feature: {family.feature}" if family.feature else ""
+    )
     figure.text(left, top - 0.21 / figure.get_figheight(), words, fontsize=8.5, color=QUIET, va="top")
     figure.supxlabel("direction, by eigenvalue", fontsize=9, color=INK, y=0.08 / figure.get_figheight())
     figure.supylabel("eigenvalue / largest", fontsize=9, color=INK, x=0.06 / figure.get_figwidth())
@@ -64,23 +74,36 @@ def spectra(family: Family) -> Figure:
 
 
 @styled
-def null_shares(families: Sequence[Family]) -> Figure:
-    """The share of null directions by block: the room that is left to learn without disturbing earlier tasks."""
+def protected_directions(families: Sequence[Family]) -> Figure:
+    """How many directions each block protects, on a logarithmic scale: the rest is room to learn in."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
     blocks = list(dict.fromkeys(block for family in families for block in family.spectra))
+    sizes = {block: len(spectrum.values) for family in families for block, spectrum in family.spectra.items()}
+    axes.plot(
+        [sizes[block] for block in blocks], color=QUIET, linestyle=(0, (4, 2)), linewidth=1.2, label="all directions"
+    )
+    fewest = min(len(s.values) - s.rank for family in families for s in family.spectra.values())
     for i, family in enumerate(families):
         places = [blocks.index(block) for block in family.spectra]
-        shares = [100 * spectrum.rank / len(spectrum.values) for spectrum in family.spectra.values()]
+        kept = [len(spectrum.values) - spectrum.rank for spectrum in family.spectra.values()]
         colour, marker, size = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], 4 if len(blocks) > 24 else 5
-        axes.plot(places, shares, color=colour, marker=marker, markersize=size, linewidth=1.5, label=family.title)
+        axes.plot(places, kept, color=colour, marker=marker, markersize=size, linewidth=1.4, label=family.title)
     step = max(1, -(-len(blocks) // 16))
     axes.set_xticks(range(0, len(blocks), step), blocks[::step])
-    axes.set_ylim(0, 104)
+    if fewest >= 1:
+        axes.set_yscale("log")
+        axes.set_ylim(0.8 * fewest, 1.6 * max(sizes.values()))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:  # a block that protects nothing has no place on a logarithmic axis
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(0, 1.6 * max(sizes.values()))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(axis="x", visible=False)
-    axes.set(xlabel="block", ylabel="null directions (%)")
-    axes.set_title("Room left to learn, by block")
-    legend_below(figure, axes, len(families))
+    axes.set(xlabel="block", ylabel="directions")
+    axes.set_title("Protected directions, by block")
+    legend_below(figure, axes, len(families) + 1)
     return figure
 
 

@@ -49,7 +49,7 @@ nav a { text-decoration: none; } nav a:hover { text-decoration: underline; }
 main > section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 20px 24px 22px;
   margin: 0 0 20px; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 18px;
-  align-items: start; }
+  align-items: center; }
 figure { margin: 14px 0 0; }
 figure img { display: block; max-width: 100%; height: auto; margin: 0 auto; background: #fff; border-radius: 8px; }
 @media (prefers-color-scheme: dark) { figure img { padding: 8px; } }
@@ -61,8 +61,9 @@ caption { text-align: left; color: var(--quiet); font-size: 0.9rem; padding-bott
 th, td { padding: 6px 12px; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { white-space: nowrap; }
 thead th { border-bottom: 2px solid var(--quiet); font-weight: 600; vertical-align: bottom; line-height: 1.25; }
-th.text, td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-th.text { min-width: 7em; } td.seeds { min-width: 5em; }
+th.text, td.text { text-align: left; white-space: normal; overflow-wrap: break-word; }
+th[scope=row].text { min-width: 9em; }
+table.dense { font-size: 0.86rem; } table.dense th, table.dense td { padding: 5px 6px; }
 td .std { color: var(--quiet); font-size: 0.86em; }
 table.matrix { font-size: 0.86rem; }
 table.matrix th, table.matrix td { padding: 4px 8px; text-align: center; border: 0; }
@@ -86,7 +87,7 @@ code { font-size: 0.9em; overflow-wrap: anywhere; }
 .keys i { display: inline-block; width: 0.75em; height: 0.75em; border-radius: 3px; margin-right: 7px; }
 footer { font-size: 0.85rem; padding-bottom: 40px; }
 @media (max-width: 640px) { header, main, footer { padding-left: 12px; padding-right: 12px; }
-  main > section { padding: 16px 14px; } .cards { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
+  main > section { padding: 16px 14px; } .cards { grid-template-columns: 1fr 1fr; }
   .cards .figure { font-size: 1.5rem; } }
 @media print { body { background: #fff; } nav { display: none; } main > section, figure { break-inside: avoid; }
   main > section { border: 0; padding: 0 0 12px; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }

@@ -19,7 +19,7 @@ FORMULAS = {
     "forgetting": "forgetting: best over the rows before the last, the paper's formula",
     "forgetting_public": "forgetting (public code): best over all rows, the last included",
     "learning_accuracy": "learning accuracy: mean accuracy on each task just after it was learned",
-    "average_incremental_accuracy": "average incremental accuracy: mean over t of the accuracy after task t",
+    "average_incremental_accuracy": "average incremental accuracy: mean over t of the accuracy over images after t",
     "backward_transfer": "backward transfer: mean over the tasks before the last of the accuracy after the last task "
     "less the accuracy just after that task",
 }
@@ -61,7 +61,7 @@ class Table:
 
 
 def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some", "all"] = "some") -> Table:
-    """One row a run, or a group of runs that differ only by seed, with the accuracy after each task and the metrics.
+    """One row a run, or a group of runs that differ only by seed, with the metrics and the accuracy after each task.
 
     `tasks`: a column for the accuracy after "all" tasks, "some" of them (at most ten, evenly spaced), or "none".
     """
@@ -72,28 +72,39 @@ def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some"
     steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
     rank = not several_benchmarks  # figures of different benchmarks do not compete
 
-    columns = [Column("method", text=True)]
-    columns += [Column("benchmark", text=True)] * several_benchmarks + [
-        Column("backbone", text=True)
-    ] * several_backbones
-    columns += [Column("seeds", text=True)]
-    columns += [Column(f"after {step + 1}") for step in steps]
+    words = ["method", *["benchmark"] * several_benchmarks, *["backbone"] * several_backbones, "seeds"]
+    columns = [Column(word, text=True) for word in words]
     columns += [
         Column("final accuracy", "max" if rank else None),
         Column("forgetting", "min" if rank else None),
         Column("learning accuracy", "max" if rank else None),
         Column("average incremental accuracy", "max" if rank else None),
     ]
+    columns += [Column(f"after {step + 1}") for step in steps]
     rows = []
     for group in groups:
         row: list[Cell] = [group.name + (f" ({group.progress})" if group.progress else "")]
         row += [group.first.benchmark] * several_benchmarks + [group.first.backbone] * several_backbones
-        row += [group.seeds, *_after(group, steps, headline)]
-        row += [group.metric(f"final_accuracy_{headline}"), group.metric("forgetting")]
+        row += [group.seeds, group.metric(f"final_accuracy_{headline}"), group.metric("forgetting")]
         row += [group.metric("learning_accuracy"), group.metric("average_incremental_accuracy")]
+        row += _after(group, steps, headline)
         rows.append(tuple(row))
     caption = " and ".join(dict.fromkeys(record.benchmark for record in records)) + ", in per cent"
     return Table(caption, tuple(columns), tuple(rows), tuple(_notes(groups, headline, bool(steps), several_benchmarks)))
+
+
+def progress_table(records: Sequence[RunRecord]) -> Table:
+    """Only the accuracy after each task (at most ten of them), one row a group."""
+    groups = group_runs(records)
+    headline = common_headline(records)
+    steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), "some")
+    columns = (Column("method", text=True), *(Column(f"{step + 1}") for step in steps))
+    rows: list[tuple[Cell, ...]] = []
+    for group in groups:
+        name = group.label + (f" ({group.progress})" if group.progress else "")
+        rows.append((name, *_after(group, steps, headline)))
+    caption = f"Accuracy in per cent after the task in the head, mean over the {headline} seen"
+    return Table(caption, columns, tuple(rows))
 
 
 def metrics_table(record: RunRecord) -> Table:
@@ -143,12 +154,11 @@ def _after(group: Group, steps: Sequence[int], headline: str) -> list[Cell]:
 def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmarks: bool) -> list[str]:
     """What a reader must know to compare the figures with those of others."""
     runs = [run for group in groups for run in group.runs]
-    notes = []
+    notes = [FORMULAS[f"final_accuracy_{headline}"], FORMULAS["forgetting"]]
+    notes += [FORMULAS["learning_accuracy"], FORMULAS["average_incremental_accuracy"]]
     if steps:
         over = "mean over the tasks seen" if headline == "tasks" else "right answers over all test images seen"
         notes.append(f"after t: accuracy after task t, {over}")
-    notes += [FORMULAS[f"final_accuracy_{headline}"], FORMULAS["forgetting"]]
-    notes += [FORMULAS["learning_accuracy"], FORMULAS["average_incremental_accuracy"]]
     if any(len(group.runs) > 1 for group in groups):
         notes.append("several seeds: mean ± sample standard deviation")
     if any(run.headline != headline for run in runs):
@@ -160,6 +170,5 @@ def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmar
             notes.append(f"{group.label}: a seed occurs more than once, so the deviation is too small")
     images = {sum(run.results["total"]) for run in runs if run.finished}
     if len(images) > 1 and not several_benchmarks:
-        counts = ", ".join(f"{count:,}" for count in sorted(images))
-        notes.append(f"the runs were not tested on the same number of images ({counts})")
+        notes.append(f"the runs were not tested on the same number of images: {min(images):,} to {max(images):,}")
     return notes

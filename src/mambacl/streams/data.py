@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from mambacl.errors import UserError
@@ -53,14 +54,13 @@ class FileImages:
         self.root, self.files, self.labels = root, list(files), np.asarray(labels, dtype=np.int64)
 
     def image(self, index: int) -> Tensor:
-        from torchvision.io import ImageReadMode, decode_image
-
         path = self.files[index]
         try:
-            return decode_image(str(path), mode=ImageReadMode.RGB, apply_exif_orientation=True)
-        except (RuntimeError, OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"{path} cannot be read as an image ({reason}): mend or remove it.") from None
+            with Image.open(path) as file:
+                pixels = np.array(ImageOps.exif_transpose(file).convert("RGB"))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UserError(f"{path} cannot be read as an image ({error}): mend or remove it.") from None
+        return torch.from_numpy(pixels).permute(2, 0, 1)
 
     def digest(self) -> str:
         content = hashlib.sha256(self.labels.tobytes())

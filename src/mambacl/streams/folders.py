@@ -7,7 +7,7 @@ import numpy as np
 from mambacl.errors import UserError
 from mambacl.streams.data import DATASETS, DataSet, FileImages
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif"}
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
 def image_folders(root: Path | None) -> DataSet:

@@ -155,12 +155,15 @@ class _Parts:
 def _build(config: RunConfig, pretrained: bool | str) -> _Parts:
     method_class = METHODS.get(config.method)
     device = pick_device(config.device)
+    torch.manual_seed(config.seed)  # for what no checkpoint fills
     model = create_model(config.backbone, num_classes=0, pretrained=pretrained, **config.backbone_options)
     data: Any = model.default_cfg
     stream = open_stream(
         config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
         config.training.workers,
     )  # fmt: skip
+    with torch.no_grad():  # images that do not fit the model are noticed here, before anything is written
+        model(torch.zeros(1, 3, stream.transforms.size, stream.transforms.size))
     warm = config.training.heads == "warm-second"
     method = method_class(model.to(device), Setup(config.nullspace, warm, config.seed, config.options))
     return _Parts(config, model, stream, method, device)
@@ -169,7 +172,6 @@ def _build(config: RunConfig, pretrained: bool | str) -> _Parts:
 def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint | None) -> Run:
     """The loop, with whatever ends it early put on record."""
     config = parts.config
-    torch.manual_seed(config.seed)
     done = 0
     if checkpoint is not None:
         position = checkpoint.position
@@ -187,10 +189,14 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
     except (UserError, TrainingError) as error:
         loop.write_results("failed")
         raise TrainingError(f"{error} (`mambacl resume {folder.path}` continues from the last checkpoint)") from error
-    except Exception:
+    except Exception as error:
         loop.write_results("failed")
-        (folder.path / "error.log").write_text(traceback.format_exc())
-        raise
+        log = folder.path / "error.log"
+        log.write_text(traceback.format_exc())
+        raise TrainingError(
+            f"{type(error).__name__}: {error} (the whole story is in {log}; `mambacl resume {folder.path}` continues "
+            "from the last checkpoint)"
+        ) from error
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:

@@ -1,0 +1,69 @@
+"""What every test file shares: the recorded numbers, a tiny model, one thread a process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mambacl.backbones import create_model
+
+torch.set_num_threads(1)  # pytest runs two processes on two cores
+
+GOLDENS = Path(__file__).parent / "goldens"
+NOT_PASSED = ("family", "final_norm", "input_hw")  # entries of a golden's configuration that describe the recording
+TINY = {
+    "img_size": 16,
+    "patch_size": 4,
+    "embed_dim": 32,
+    "depth": 2,
+    "use_aux_loss": False,
+    "num_classes": 0,
+    "mamba": {"intermediate_size": 64, "state_size": 8, "time_step_rank": 4, "group_norm_size": 16},
+}
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """The folder of the recorded numbers."""
+    return GOLDENS
+
+
+@pytest.fixture(scope="session")
+def golden_model() -> Callable[[str], tuple[nn.Module, dict[str, Tensor], dict]]:
+    """A golden's model with its recorded weights, all its tensors, and its whole configuration."""
+
+    def build(name: str) -> tuple[nn.Module, dict[str, Tensor], dict]:
+        tensors = load_file(GOLDENS / f"{name}.safetensors")
+        config = json.loads((GOLDENS / f"{name}.json").read_text())["config"]
+        recording = ("null_eta", "lr", "weight_decay", "trainable", *NOT_PASSED)
+        options = {k: v for k, v in config.items() if k not in recording and not k.startswith("_")}
+        model = create_model("defocus_mamba", **options)
+        weights = {k.removeprefix("state_dict/"): v for k, v in tensors.items() if k.startswith("state_dict/")}
+        model.load_state_dict(weights)
+        return model.eval(), tensors, config
+
+    return build
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., nn.Module]:
+    """A De-focus Mamba of a few thousand values; the same weights each time, and features of a usual size.
+
+    Options are those of `create_model`, on top of the tiny ones.
+    """
+
+    def build(**options: object) -> nn.Module:
+        mamba = {**TINY["mamba"], **options.pop("mamba", {})}
+        torch.manual_seed(0)
+        model = create_model("defocus_mamba", **{**TINY, **options, "mamba": mamba})
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "proj.weight" in name:  # well above the small values that training starts from
+                    parameter.normal_(std=0.3)
+        return model.eval()
+
+    return build

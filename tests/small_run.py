@@ -1,0 +1,37 @@
+"""A run small enough for tests: a tiny backbone from random weights, three uneven tasks of the embedded images.
+
+Run as a script it trains into the folder given, so that a test can kill it.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+CONFIG: dict[str, Any] = {
+    "name": "small",
+    "backbone": "defocus_mamba",
+    "pretrained": False,
+    "backbone_options": {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 2,
+        "use_aux_loss": False,
+        "mamba": {"intermediate_size": 64, "state_size": 8, "time_step_rank": 4, "group_norm_size": 16},
+    },
+    "stream": {
+        "tasks": [4, 3, 3],
+        "order": "mamba-cl",
+        "train_per_class": 8,
+        "transforms": {"image_size": 16, "augment": "crop-flip"},
+    },
+    "nullspace": {"rank": "energy:0.9"},
+    "training": {"passes": 3, "batch_size": 8, "lr": 5e-3, "head_lr": 5e-2, "decay_after": [2]},
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    import mambacl
+
+    mambacl.train(CONFIG, out=sys.argv[1])

@@ -1,0 +1,154 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from small_run import CONFIG
+
+from mambacl.cli import COMMANDS, main
+
+
+def write_config(folder: Path) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on standard error of a call that exits with 2."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("mambacl: ") and not captured.out
+    return lines[0]
+
+
+def test_a_whole_session(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(write_config(tmp_path))
+    assert main(["train", config, "--compare", "sequential", "--training.passes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "mamba-cl" in printed and "sequential" in printed and "forgetting" in printed
+    page = Path(printed.strip().splitlines()[-1].removeprefix("Report: "))
+    assert page == Path("runs/small-comparison-0/report.html") and page.is_file()
+    for method in ("mamba-cl", "sequential"):
+        results = json.loads(Path(f"runs/small-{method}-0/results.json").read_text())
+        assert results["status"] == "finished" and results["method"] == method
+        assert Path(f"runs/small-{method}-0/report.html").is_file()
+    assert list(Path("runs/small-mamba-cl-0/figures").glob("*.png"))
+
+    assert main(["evaluate", "runs/small-mamba-cl-0", "--batch-size", "64"]) == 0
+    assert "These are the counts that the run recorded." in capsys.readouterr().out
+    assert main(["resume", "runs/small-mamba-cl-0"]) == 0
+    capsys.readouterr()
+    assert main(["train", config, "--training.passes", "1", "--seed", "1"]) == 0
+    capsys.readouterr()
+    runs = ["runs/small-mamba-cl-0", "runs/small-mamba-cl-1", "runs/small-sequential-0"]
+    assert main(["report", *runs, "--out", "compared", "--format", "latex"]) == 0
+    assert "toprule" in capsys.readouterr().out
+    assert Path("compared/report.html").is_file() and "±" in Path("compared/table.md").read_text()
+    assert "differs in training.passes" in fails(capsys, "train", config)
+
+
+def test_out_is_the_folder_of_all_compared_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--method", "frozen", "--compare", "sequential,frozen", "--out", "mine", "--training.passes=1"]
+    assert main(["train", str(write_config(tmp_path)), *options]) == 0
+    assert sorted(path.name for path in Path("mine").iterdir()) == ["frozen", "sequential", "small-comparison-0"]
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
+        (["train"], "Say what to train"),
+        (["train", "dem"], "'dem' is neither a preset nor a file. Did you mean 'demo'?"),
+        (["train", "demo", "--training.lrr", "1"], "no option '--training.lrr'. Did you mean '--training.lr'?"),
+        (["train", "demo", "--training.lr", "fast"], "training.lr takes float, got 'fast'"),
+        (["train", "demo", "--training.lr"], "training.lr"),
+        (["train", "demo", "--method", "mamba"], "no method 'mamba'. Did you mean"),
+        (["train", "demo", "--compare", "sequentiel"], "no method 'sequentiel'. Did you mean 'sequential'?"),
+        (["train", "demo", "--backbone", "vit"], "no model 'vit'"),
+        (["train", "demo", "--pretrained", "weights.pth"], "no weights file weights.pth"),
+        (["train", "demo", "--stream.dataset", "mnist"], "no data set 'mnist'"),
+        (["train", "demo", "--stream.dataset", "cifar100"], "needs stream.root"),
+        (["train", "demo", "--options.x", "1"], "'mamba-cl' has no option 'x'"),
+        (["train", "demo", "--nullspace.blocks", "[40]"], "does not fit a model of 12 blocks"),
+        (["train", "demo", "--stream.transforms.image_size", "30"], "do not divide into patches"),
+        (["resume", "nowhere"], "is no run folder"),
+        (["resume"], "The following arguments are required: run"),
+        (["evaluate", "nowhere"], "is no run folder"),
+        (["report", "nowhere"], "nowhere"),
+        (["convert", "missing.pth", "out.safetensors"], "no weights file missing.pth"),
+        (["convert", "missing.pth", "out.bin"], "must end in .safetensors"),
+        (["models", "--all"], "Unrecognized arguments: --all"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sentence in fails(capsys, *arguments)
+    assert not any(tmp_path.iterdir())  # and nothing is left behind
+
+
+def test_listings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods"]) == 0 and main(["models"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("mamba-cl", "sequential", "frozen", "defocus_mamba_nano", "defocus_mamba_large_22k"):
+        assert word in printed
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(command in usage for command in COMMANDS)
+
+
+def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"module.w": torch.ones(2)}, "epoch": 3}, tmp_path / "public.pth")
+    assert main(["convert", str(tmp_path / "public.pth"), str(tmp_path / "safe.safetensors")]) == 0
+    assert "1 tensors written" in capsys.readouterr().out and (tmp_path / "safe.safetensors").is_file()
+
+
+def test_failure_in_the_middle_exits_1_and_can_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mambacl.methods.mamba_cl import MambaCL
+
+    monkeypatch.chdir(tmp_path)
+    config = str(write_config(tmp_path))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MambaCL, "finish_task", broken)
+        assert main(["train", config]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "RuntimeError: out of luck" in message and "mambacl resume runs/small-mamba-cl-0" in message
+    assert "in broken" in Path("runs/small-mamba-cl-0/error.log").read_text()
+    assert json.loads(Path("runs/small-mamba-cl-0/results.json").read_text())["status"] == "failed"
+    assert main(["resume", "runs/small-mamba-cl-0"]) == 0
+    assert json.loads(Path("runs/small-mamba-cl-0/results.json").read_text())["status"] == "finished"
+
+
+def test_python_m_mambacl() -> None:
+    done = subprocess.run([sys.executable, "-m", "mambacl", "methods"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "mamba-cl" in done.stdout
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = (
+        "import sys, mambacl; assert 'torch' not in sys.modules; mambacl.selective_scan; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

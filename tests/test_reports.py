@@ -1,0 +1,408 @@
+"""Reports: tables checked by hand, pages that need nothing from outside, and a sentence for each mistake."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from mambacl.errors import UserError
+from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics
+from mambacl.nullspace import NullSpace
+from mambacl.reports import comparison_table, figures, load_run, write_report
+from mambacl.reports.families import spectrum_families
+from mambacl.reports.groups import Value, group_runs
+from mambacl.reports.rendering import latex_escaped, markdown_escaped, to_csv, to_latex, to_markdown, to_text
+from mambacl.reports.runs import RunRecord
+from mambacl.reports.tables import Column, Table
+from mambacl.tensorfile import write_tensors
+
+HOSTILE = '<img src="http://evil.example/x.png" onerror=alert(1)> & "quoted" | 50% \\_'
+TWO_TASKS = {0: [[90], [80, 45]], 1: [[92], [84, 46]], 2: [[94], [82, 50]]}  # of 100 and 50 images
+
+
+def make_run(
+    folder: Path, correct: list[list[int]], total: list[int], *, seed: int = 0, method: str = "mamba-cl",
+    status: str = "finished", config: dict[str, Any] | None = None, class_names: list[str] | None = None,
+    epochs: int = 0, **results: Any,
+) -> Path:  # fmt: skip
+    """A run folder as training writes it, two classes a task."""
+    (folder / "checkpoints").mkdir(parents=True)
+    tasks = [[2 * t, 2 * t + 1] for t in range(len(total))]
+    contents = {
+        "schema": 1, "status": status, "benchmark": "bench", "method": method, "backbone": "nano", "seed": seed,
+        "class_names": class_names or [f"name {i}" for i in range(2 * len(total))],
+        "class_order": list(range(2 * len(total))), "tasks": tasks, "correct": correct, "total": total,
+        "metrics": all_metrics(correct, total),
+        "seconds": {"train": 90.0, "covariance": 5.0, "decomposition": 3.0, "evaluate": 2.0},
+        "images_per_second": 321.0, "peak_memory_bytes": 3 * 2**30, "versions": {"torch": "2.11.0"},
+    } | results  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(contents))
+    settings = {"method": method, "seed": seed, "out": str(folder), "training": {"headline": "tasks", "lr": 2e-4}}
+    settings |= {"stream": {"dataset": "bench", "order_seed": seed}} | (config or {})
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "stream.json").write_text(json.dumps({"tasks": tasks, "fingerprint": "abc123"}))
+    with open(folder / "metrics.jsonl", "w") as out:
+        for t in range(len(correct)):
+            for e in range(epochs):
+                line = {"event": "epoch", "task": t, "epoch": e, "loss": 1 / (e + 1), "accuracy": 0.5, "lr": 0.1}
+                out.write(json.dumps(line) + "\n")
+            out.write(json.dumps({"event": "task", "task": t, "correct": correct[t]}) + "\n")
+    return folder
+
+
+def many_tasks(count: int, loss: float) -> tuple[list[list[int]], list[int]]:
+    """Counts that fall by the same share with every task."""
+    return [[round(100 * (0.95 - loss * (t - j))) for j in range(t + 1)] for t in range(count)], [100] * count
+
+
+@pytest.fixture
+def seeds(tmp_path: Path) -> list[RunRecord]:
+    """One method with three seeds."""
+    return [load_run(make_run(tmp_path / f"a-{s}", rows, [100, 50], seed=s)) for s, rows in TWO_TASKS.items()]
+
+
+def column(table: Table, title: str, row: int = 0) -> Any:
+    return table.rows[row][[column.title for column in table.columns].index(title)]
+
+
+# Tables
+
+
+def test_a_group_of_seeds_is_one_row_with_mean_and_sample_deviation(seeds):
+    table = comparison_table(seeds)
+    assert len(table.rows) == 1
+    assert table.rows[0][:2] == ("mamba-cl", "0, 1, 2")
+    expected = {
+        "final accuracy": (88.0, 3.0),  # (80 + 90) / 2 = 85, 88, 91
+        "forgetting": (10.0, 2.0),  # 10, 8, 12
+        "learning accuracy": (93.0, np.sqrt((9 + 1 + 16) / 2)),  # (90 + 90) / 2 = 90, 92, 97
+        "after 1": (92.0, 2.0),  # 90, 92, 94
+        "after 2": (88.0, 3.0),
+    }
+    for title, (mean, std) in expected.items():
+        value = column(table, title)
+        assert value.mean == pytest.approx(mean) and value.std == pytest.approx(std), title
+    # over images: 90 and 125 / 150, 92 and 130 / 150, 94 and 132 / 150, each averaged over the two rows
+    averages = [(90 + 100 * 125 / 150) / 2, (92 + 100 * 130 / 150) / 2, (94 + 100 * 132 / 150) / 2]
+    assert column(table, "average incremental accuracy").mean == pytest.approx(np.mean(averages))
+    assert any("best over the rows before the last, the paper's formula" in note for note in table.notes)
+    assert "88.0 ± 3.0" in to_text(table)
+
+
+def test_a_single_run_has_no_deviation(seeds):
+    table = comparison_table(seeds[:1])
+    assert column(table, "final accuracy") == Value(pytest.approx(85.0), None)
+    assert "±" not in to_text(table)
+
+
+def test_the_headline_over_images_counts_images(tmp_path):
+    config = {"training": {"headline": "images"}}
+    run = load_run(make_run(tmp_path / "a", TWO_TASKS[0], [100, 50], config=config))
+    table = comparison_table([run])
+    assert column(table, "after 2").mean == pytest.approx(100 * 125 / 150)
+    assert column(table, "final accuracy").mean == pytest.approx(100 * 125 / 150)
+    other = load_run(make_run(tmp_path / "b", TWO_TASKS[0], [100, 50], method="frozen"))
+    mixed = comparison_table([run, other])
+    assert column(mixed, "after 2").mean == pytest.approx(85.0)
+    assert any("some runs is an average over images" in note for note in mixed.notes)
+
+
+def test_accuracies_agree_with_the_evaluation(tmp_path):
+    correct, total = [[9], [7, 3], [6, 4, 11]], [10, 7, 30]
+    run = load_run(make_run(tmp_path / "a", correct, total))
+    assert run.after_each_task("tasks") == pytest.approx(accuracy_over_tasks(correct, total))
+    assert run.after_each_task("images") == pytest.approx(accuracy_over_images(correct, total))
+    assert run.forgetting_by_task().mean() == pytest.approx(all_metrics(correct, total)["forgetting"])
+
+
+def test_methods_and_settings_make_groups_and_names(tmp_path, seeds):
+    others = [
+        load_run(make_run(tmp_path / "b", TWO_TASKS[0], [100, 50], config={"nullspace": {"eta": 0.9}})),
+        load_run(make_run(tmp_path / "c", TWO_TASKS[0], [100, 50], method="frozen")),
+    ]
+    groups = group_runs([*seeds, *others])
+    assert [group.name for group in groups] == ["mamba-cl, eta=unset", "mamba-cl, eta=0.9", "frozen"]
+    assert [len(group.runs) for group in groups] == [3, 1, 1]
+
+
+def test_a_run_that_is_not_finished_stays_apart_and_has_no_final_figures(tmp_path, seeds):
+    open_run = load_run(make_run(tmp_path / "open", TWO_TASKS[0][:1], [100, 50], seed=3, status="interrupted"))
+    table = comparison_table([*seeds, open_run])
+    assert [row[0] for row in table.rows] == ["mamba-cl", "mamba-cl (1 of 2 tasks)"]
+    assert column(table, "final accuracy", 1) is None and column(table, "after 2", 1) is None
+    assert column(table, "after 1", 1).mean == pytest.approx(90.0)
+
+
+def test_at_most_ten_task_columns_unless_all_are_asked_for(tmp_path):
+    run = load_run(make_run(tmp_path / "a", *many_tasks(20, 0.01)))
+    titles = [column.title for column in comparison_table([run]).columns if column.title.startswith("after")]
+    assert titles == [f"after {t}" for t in range(2, 21, 2)]
+    rows = list(csv.reader(io.StringIO(to_csv(comparison_table([run], tasks="all")))))
+    assert sum(title.startswith("after") for title in rows[0]) == 20 and len(rows[1]) == len(rows[0])
+
+
+def test_a_repeated_seed_is_named(tmp_path):
+    runs = [load_run(make_run(tmp_path / name, TWO_TASKS[0], [100, 50])) for name in ("a", "b")]
+    assert any("a seed occurs more than once" in note for note in comparison_table(runs).notes)
+
+
+def test_markdown_and_latex_escape_and_set_off_the_best():
+    rows = ((HOSTILE, Value(70.0)), ("a_b", Value(80.04, 0.25)), ("new\nline", Value(80.0)), ("none", None))
+    table = Table("50% & more", (Column("me|thod", text=True), Column("final", best="max")), rows, ("a note_",))
+    markdown = to_markdown(table).splitlines()
+    assert markdown[2] == r"| me\|thod | final |"
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == 3 for line in markdown[2:8])
+    assert r"\<img" in markdown[4] and r"\|" in markdown[4]
+    assert markdown[5] == "| a_b | **80.0 ± 0.2** |" and markdown[6] == "| new line | **80.0** |"
+    latex = to_latex(table)
+    assert r"a\_b & \textbf{80.0} $\pm$ 0.2 \\" in latex
+    assert r"50\% \textbackslash{}\_" in latex and "new line" in latex and "none & -- " in latex
+    assert r"\toprule" in latex and latex.count("{tabular}") == 2
+    assert latex_escaped("a&b#{~^}$") == r"a\&b\#\{\textasciitilde{}\textasciicircum{}\}\$"
+    assert markdown_escaped("_x_ a_b *") == r"\_x\_ a_b \*"
+
+
+def test_csv_gives_deviations_their_own_column(seeds):
+    rows = list(csv.DictReader(io.StringIO(to_csv(comparison_table(seeds)))))
+    assert rows[0]["final accuracy"] == "88.0000" and rows[0]["final accuracy std"] == "3.0000"
+
+
+def test_text_that_is_too_wide_goes_on_in_a_further_block(seeds):
+    text = to_text(comparison_table(seeds), width=60)
+    table = text.split("final accuracy: ")[0]
+    assert max(len(line) for line in table.splitlines()) <= 60
+    assert table.count("mamba-cl") > 1 and "-0.0" not in to_text(Table("", (Column("x"),), ((Value(-0.01),),)))
+
+
+# Pages
+
+
+class Page(HTMLParser):
+    """Notes every address, and checks that tags are closed in order."""
+
+    VOID = ("meta", "img", "br", "hr", "link", "input")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.missing_alt = 0
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        given = dict(attrs)
+        assert not any(name.startswith("on") for name in given)
+        self.addresses += [str(given[name]) for name in ("src", "href", "srcset", "data", "action") if name in given]
+        self.missing_alt += tag == "img" and not given.get("alt")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def checked(path: Path) -> tuple[Page, str]:
+    html = path.read_text(encoding="utf-8")
+    page = Page(html)
+    assert page.addresses and all(re.match(r"data:image/png;base64,|#", address) for address in page.addresses)
+    anchors = {address[1:] for address in page.addresses if address.startswith("#")}
+    assert all(f'id="{anchor}"' in html for anchor in anchors)
+    assert page.missing_alt == 0 and "script" not in page.tags and "link" not in page.tags
+    assert "@import" not in html and "url(" not in html
+    return page, html
+
+
+def check_pictures(folder: Path, names: set[str]) -> None:
+    assert {path.name for path in folder.iterdir()} == names
+    for path in folder.iterdir():
+        with Image.open(path) as image:
+            image.load()
+            assert image.format == "PNG" and min(image.size) > 200
+            assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10, path.name
+
+
+@pytest.fixture
+def space_state(tiny_model: Callable[..., torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """The null space of a real, small model after one task."""
+    space = NullSpace(tiny_model())
+    space.consolidate([torch.randn(8, 3, 16, 16)])
+    return space.state_dict()
+
+
+def test_the_page_of_a_run(tmp_path, space_state):
+    names = [HOSTILE, "</style><script>alert(1)</script>", *(f"n{i}" for i in range(8))]
+    folder = make_run(tmp_path / "a & <b>", *many_tasks(5, 0.02), class_names=names, epochs=3)
+    write_tensors(folder / "checkpoints" / "nullspace-04.safetensors", space_state, {})
+    path = write_report([folder])
+    assert path == folder / "report.html"
+    page, html = checked(path)
+    words = "".join(page.words)
+    assert HOSTILE in words and "<script>alert(1)</script>" in words and "evil.example/x.png&quot;" in html
+    final = 100 * np.mean([0.87, 0.89, 0.91, 0.93, 0.95])
+    for expected in (f"{final:.1f}", "321 images per second", "3.0 GiB", "1 min 40 s", "abc123", "2.11.0", "headline"):
+        assert expected in words, expected
+    assert "mambacl train" in words and "not finished" not in words
+    spectra = {f"spectra-{name}.png" for name in ("w-delta-w-c", "w-b", "a", "out")}
+    own = {"accuracy.png", "matrix.png", "forgetting.png", "training.png", "protected.png"}
+    check_pictures(folder / "figures", own | spectra)
+    assert (folder / "table.md").exists() and (folder / "table.tex").exists() and (folder / "table.csv").exists()
+    assert not list(folder.glob(".*")) and not list((folder / "figures").glob(".*"))
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    write_report([folder])
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_page_of_a_run_that_is_not_finished(tmp_path):
+    folder = make_run(tmp_path / "a b", TWO_TASKS[0][:1], [100, 50], status="interrupted")
+    words = "".join(checked(write_report([folder]))[0].words)
+    assert "This run is not finished" in words and f"mambacl resume '{folder}'" in words
+    assert "Accuracy after 1 of 2 tasks" in words and "Final accuracy" not in words
+
+
+def test_the_page_of_a_run_without_a_finished_task(tmp_path):
+    folder = make_run(tmp_path / "a", [], [100, 50], status="running")
+    words = "".join(checked(write_report([folder], tmp_path / "out"))[0].words)
+    assert "0 of 2 tasks are done" in words and "If it no longer runs" in words
+    assert not (folder / "report.html").exists() and (tmp_path / "out" / "report.html").exists()
+    assert "(0 of 2 tasks)" in to_text(comparison_table([load_run(folder)]))
+
+
+def test_the_comparison_of_runs(tmp_path):
+    runs = tmp_path / "runs"
+    folders = [make_run(runs / f"a-{s}", rows, [100, 50], seed=s) for s, rows in TWO_TASKS.items()]
+    folders += [make_run(runs / "b-0", TWO_TASKS[1], [100, 50], method=HOSTILE)]
+    folders += [make_run(runs / "d-0", TWO_TASKS[2], [100, 50], method="_$x^{$")]
+    folders += [make_run(runs / "c-0", [], [100, 50], method="new", status="running")]
+    path = write_report([*folders, folders[0]])
+    assert path == runs / "comparison" / "report.html"
+    page, _ = checked(path)
+    words = "".join(page.words)
+    assert "Highest final accuracy" in words and "88.0 ± 3.0" in words and HOSTILE in words
+    assert "new, seed 0, is not finished" in words
+    check_pictures(path.parent / "figures", {"final.png", "accuracy.png", "forgetting.png"})
+    assert "88.0 ± 3.0" in (path.parent / "table.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("count", [1, 20, 100])
+def test_any_number_of_tasks(tmp_path, count):
+    folder = make_run(tmp_path / "a", *many_tasks(count, 0.002), epochs=1)
+    page, html = checked(write_report([folder]))
+    assert html.count('class="row">after ') == count and page.tags.count("img") == (3 if count == 1 else 4)
+
+
+def test_figures_leave_the_global_style_alone_and_give_the_same_bytes(tmp_path):
+    run = load_run(make_run(tmp_path / "a", TWO_TASKS[0], [100, 50]))
+    first = figures.png(figures.accuracy_matrix(run))
+    with matplotlib.rc_context({"font.size": 30.0, "axes.grid": False, "savefig.dpi": 20.0}):
+        assert figures.png(figures.accuracy_matrix(run)) == first
+        assert matplotlib.rcParams["font.size"] == 30.0
+
+
+# Reading
+
+
+def test_spectra_are_read_with_ranks_and_put_in_families(tmp_path, space_state):
+    folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "nullspace-00.safetensors").write_bytes(b"an older one is not read")
+    write_tensors(checkpoints / "nullspace-01.safetensors", space_state, {})
+    run = load_run(folder)
+    assert run.spectra_task == 1 and len(run.spectra) == 10  # five parts in two blocks
+    for part, (values, rank) in run.spectra.items():
+        assert values == pytest.approx(space_state[f"{part}.spectrum"].numpy())
+        assert rank == int(space_state[f"{part}.rank"])
+    families = spectrum_families(run)
+    assert [family.roles for family in families] == [("W_delta", "W_C"), ("W_B",), ("A",), ("out",)]
+    assert all(list(family.spectra) == ["0", "1"] for family in families)
+
+
+def test_the_setting_says_which_rows_are_projected(tmp_path):
+    rule = {"trains": True, "projected": True, "feature": "delta-x"}
+    setting = json.dumps({"W_B": rule, "W_delta": {**rule, "projected": False}, "W_C": {**rule, "trains": False}})
+    state = {}
+    for block in (10, 9):
+        state[f"layers.{block}.mixer.x_proj.weight[4:8].spectrum"] = torch.tensor([3.0, 2.0, 0.0]) + block
+        state[f"layers.{block}.mixer.x_proj.weight[4:8].rank"] = torch.tensor(1)
+    folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
+    write_tensors(folder / "checkpoints" / "nullspace-01.safetensors", state, {"setting": setting})
+    (family,) = spectrum_families(load_run(folder))
+    assert family.roles == ("W_B",) and family.feature == "delta-x" and "|delta|^2" in family.meaning
+    assert list(family.spectra) == ["9", "10"]
+
+
+def test_epochs_repeated_after_a_resume_count_once_and_a_torn_last_line_is_left_out(tmp_path):
+    folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50], epochs=2)
+    with open(folder / "metrics.jsonl", "a") as out:
+        out.write('{"event": "epoch", "task": 1, "epoch": 1, "loss": 7.0}\n{"event": "epo')
+    epochs = load_run(folder).epochs
+    assert [(epoch["task"], epoch["epoch"]) for epoch in epochs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert epochs[-1]["loss"] == 7.0
+
+
+def rewrite(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def change(**changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "results.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "results.json").unlink(), "not a run folder"),
+        (rewrite("results.json", "{"), "not valid JSON"),
+        (rewrite("results.json", "[]"), "where a mapping belongs"),
+        (rewrite("results.json", '{"schema": 2}'), "reads schema 1"),
+        (rewrite("stream.json", "nonsense"), "not valid JSON"),
+        (rewrite("config.yaml", "a: [1"), "not valid YAML"),
+        (rewrite("metrics.jsonl", "broken\n{}\n"), "line 1"),
+        (rewrite("checkpoints/nullspace-01.safetensors", "broken"), "is damaged"),
+        (change(correct=[[1, 2]]), "row 0 of 'correct'"),
+        (change(correct=[[101]]), "counts up to 'total'"),
+        (change(total=None), "'total' is not a list"),
+        (change(metrics=[]), "'metrics' is not a mapping"),
+    ],
+)
+def test_a_damaged_folder_is_one_sentence(tmp_path, damage, words):
+    folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
+    damage(folder)
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        load_run(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value)
+
+
+def test_wrong_folders_are_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_run(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file, not a run folder"):
+        load_run(tmp_path / "file")
+    with pytest.raises(UserError, match="at least one run"):
+        write_report([])
+    folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
+    with pytest.raises(UserError, match="give another folder with --out"):
+        write_report([folder], tmp_path / "file")

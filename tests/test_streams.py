@@ -1,0 +1,252 @@
+"""Data sets, class orders, tasks and batches."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mambacl.errors import UserError
+from mambacl.streams import (
+    ArrayImages,
+    DataSet,
+    Stream,
+    StreamConfig,
+    TransformConfig,
+    Transforms,
+    class_order,
+    open_dataset,
+    open_stream,
+    split_into_tasks,
+)
+from mambacl.streams.cifar import cifar100, read_arrays
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+def small_stream(augment: str = "none", seed: int = 0, workers: int = 0, **options: object) -> Stream:
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(6), 5)
+    train = ArrayImages(rng.integers(0, 256, (30, 8, 8, 3), dtype=np.uint8), labels)
+    test = ArrayImages(rng.integers(0, 256, (12, 8, 8), dtype=np.uint8), np.repeat(np.arange(6), 2))
+    dataset = DataSet("random", [f"class {c}" for c in range(6)], train, test)
+    transforms = Transforms(TransformConfig(augment=augment), 8, MEAN, STD)  # type: ignore[arg-type]
+    return Stream(dataset, transforms, options.pop("tasks", 3), seed=seed, workers=workers, **options)  # type: ignore[arg-type]
+
+
+# Orders
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "first"),
+    [
+        ("pilot", 1993, [68, 56, 78, 8, 23, 84, 90, 65, 74, 76]),
+        ("mamba-cl", 2024, [55, 17, 75, 11, 2, 29, 49, 48, 41, 45]),
+        ("natural", None, [0, 1, 2, 3]),
+        ("coda-prompt", 0, [0, 1, 2, 3]),
+    ],
+)
+def test_class_orders_of_the_public_code_bases(name: str, seed: int | None, first: list[int]) -> None:
+    order = class_order(name, 100, seed)
+    assert order[: len(first)] == first
+    assert sorted(order) == list(range(100))
+
+
+def test_an_order_starts_from_its_code_bases_seed() -> None:
+    assert class_order("pilot", 100) == class_order("pilot", 100, 1993)
+    assert class_order("mamba-cl", 100) != class_order("mamba-cl", 100, 2025)
+    assert class_order("coda-prompt", 100, 1) != list(range(100))
+
+
+@pytest.mark.parametrize("order", ["alphabetic", [0, 1, 1], [0, 1], [1, 2, 3]])
+def test_wrong_orders(order: str | list[int]) -> None:
+    with pytest.raises(UserError, match="class order"):
+        class_order(order, 3)
+
+
+def test_tasks_even_uneven_and_wrong() -> None:
+    assert split_into_tasks([3, 1, 2, 0], 2) == [[3, 1], [2, 0]]
+    assert split_into_tasks(range(7), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert split_into_tasks([3, 1, 2, 0], [1, 3]) == [[3], [1, 2, 0]]
+    assert split_into_tasks(range(3), 3) == [[0], [1], [2]]  # an increment of one keeps its last class
+    for tasks in (0, 5, [1, 2], [4, 0], [5, -1]):
+        with pytest.raises(UserError, match=r"tasks|sizes"):
+            split_into_tasks(range(4), tasks)
+
+
+# Batches
+
+
+def test_labels_follow_the_class_order() -> None:
+    stream = small_stream(order=[5, 3, 0, 1, 2, 4], tasks=[2, 4])
+    assert stream.tasks == [[5, 3], [0, 1, 2, 4]]
+    labels = torch.cat([labels for _, labels in stream.test_batches(0, 3)])
+    assert sorted(labels.tolist()) == [0, 0, 1, 1]
+    labels = torch.cat([labels for _, labels in stream.train_batches(1, 0, 4)])
+    assert sorted(set(labels.tolist())) == [2, 3, 4, 5]
+    assert stream.first_label(1) == 2
+
+
+def test_an_epoch_shows_each_image_as_often_as_it_should() -> None:
+    stream = small_stream()
+    images = torch.cat([images for images, _ in stream.train_batches(0, 0, 4, repeats=3)])
+    assert len(images) == 30
+    _, counts = torch.unique(images, dim=0, return_counts=True)
+    assert counts.tolist() == [3] * 10
+
+
+@pytest.mark.parametrize("augment", ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"])
+def test_batches_depend_on_seed_task_and_epoch_only(augment: str) -> None:
+    def all_images(stream: Stream, epoch: int = 0) -> torch.Tensor:
+        return torch.cat([images for images, _ in stream.train_batches(1, epoch, 4)])
+
+    first = all_images(small_stream(augment))
+    torch.rand(7)  # the state of the program's own random numbers plays no part, and is left alone
+    state = torch.get_rng_state()
+    assert torch.equal(all_images(small_stream(augment)), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(all_images(small_stream(augment), epoch=1), first)
+    assert not torch.equal(all_images(small_stream(augment, seed=1)), first)
+
+
+def test_workers_change_nothing() -> None:
+    alone = list(small_stream("crop-flip").train_batches(0, 2, 4))
+    with_workers = list(small_stream("crop-flip", workers=2).train_batches(0, 2, 4))
+    assert len(alone) == len(with_workers) == 3
+    for (a, la), (b, lb) in zip(alone, with_workers, strict=True):
+        assert torch.equal(a, b) and torch.equal(la, lb)
+
+
+def test_evaluation_resizes_crops_and_normalizes() -> None:
+    image = torch.arange(3 * 10 * 10, dtype=torch.uint8).view(3, 10, 10) % 200
+    transforms = Transforms(TransformConfig(image_size=8, resize=10), 32, MEAN, STD)
+    assert torch.equal(transforms.evaluate(image), image[:, 1:9, 1:9])
+    normalized = transforms.normalize(image[None])
+    torch.testing.assert_close(normalized[0, 1, 2, 3], (image[1, 2, 3] / 255 - 0.456) / 0.224)
+    assert Transforms(TransformConfig(), 32, MEAN, STD).evaluate(image).shape == (3, 32, 32)
+
+
+# Data sets
+
+
+def test_the_embedded_images() -> None:
+    stream = open_stream(StreamConfig(), 28, MEAN, STD, seed=0, workers=0)
+    assert stream.dataset.class_names[0] == "T-shirt/top" and len(stream.tasks) == 5
+    assert [stream.train_count(t) for t in range(5)] == [500] * 5
+    assert stream.test_counts() == [200] * 5
+    images, _ = next(iter(stream.test_batches(0, 10)))
+    assert images.shape == (10, 3, 28, 28)
+    limited = open_stream(StreamConfig(train_per_class=7), 28, MEAN, STD, seed=0, workers=0)
+    assert [limited.train_count(t) for t in range(5)] == [14] * 5
+    assert limited.dataset.fingerprint() != stream.dataset.fingerprint()
+
+
+def make_folders(root: Path, classes: tuple[str, ...] = ("ant", "bee", "cat")) -> None:
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 3), ("test", 2)):
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (12, 9 + i, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
+
+
+def test_image_folders(tmp_path: Path) -> None:
+    make_folders(tmp_path)
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("not an image")
+    config = StreamConfig(dataset="folders", root=str(tmp_path), tasks=[1, 2], order=[2, 0, 1])
+    stream = open_stream(config, 8, MEAN, STD, seed=0, workers=0)
+    assert stream.dataset.class_names == ["ant", "bee", "cat"]
+    assert [stream.train_count(t) for t in range(2)] == [3, 6]
+    images, labels = next(iter(stream.test_batches(1, 10)))
+    assert images.shape == (4, 3, 8, 8) and sorted(labels.tolist()) == [1, 1, 2, 2]
+    before = stream.describe()["fingerprint"]
+    (tmp_path / "train" / "ant" / "0.png").unlink()
+    assert open_stream(config, 8, MEAN, STD, seed=0, workers=0).describe()["fingerprint"] != before
+
+
+def test_wrong_image_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"stream\.root"):
+        open_dataset("folders", None)
+    with pytest.raises(UserError, match="train"):
+        open_dataset("folders", tmp_path)
+    make_folders(tmp_path)
+    (tmp_path / "test" / "dog").mkdir()
+    with pytest.raises(UserError, match="'dog' in only one"):
+        open_dataset("folders", tmp_path)
+    (tmp_path / "train" / "dog").mkdir()
+    with pytest.raises(UserError, match="'dog' of folders has no training images"):
+        open_dataset("folders", tmp_path)
+
+
+def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+    make_folders(tmp_path)
+    (tmp_path / "test" / "bee" / "1.png").write_bytes(b"not a picture")
+    dataset = open_dataset("folders", tmp_path)
+    with pytest.raises(UserError, match=r"1\.png cannot be read as an image"):
+        dataset.test.image(3)
+
+
+def write_cifar(folder: Path) -> dict[str, dict[bytes, object]]:
+    """Files in the official layout, with random images."""
+    rng = np.random.default_rng(0)
+    contents: dict[str, dict[bytes, object]] = {
+        "meta": {b"fine_label_names": [f"class{c}".encode() for c in range(100)]}
+    }
+    for split, count in (("train", 200), ("test", 100)):
+        labels = (np.arange(count) % 100).tolist()
+        pixels = rng.integers(0, 256, (count, 3072), dtype=np.uint8)
+        contents[split] = {b"data": pixels, b"fine_labels": labels, b"filenames": [b"x.png"] * count}
+    folder.mkdir()
+    for name, content in contents.items():
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    return contents
+
+
+def test_cifar_files_are_read_as_arrays(tmp_path: Path) -> None:
+    contents = write_cifar(tmp_path / "cifar-100-python")
+    dataset = cifar100(tmp_path, check=lambda data, name: True)
+    pixels = contents["train"][b"data"]
+    assert isinstance(pixels, np.ndarray)
+    assert dataset.train.image(5).flatten().tolist() == pixels[5].tolist()  # channels, then rows
+    assert dataset.train.labels[105] == 5 and dataset.class_names[7] == "class7"
+    with pytest.raises(UserError, match="not the official file"):
+        cifar100(tmp_path)
+
+
+def test_cifar_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cifar-100-python\.tar\.gz"):
+        open_dataset("cifar100", tmp_path)
+    with pytest.raises(UserError, match=r"stream\.root"):
+        open_dataset("cifar100", None)
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.mark,))
+
+
+def test_a_hostile_cifar_pickle_does_nothing(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    with pytest.raises(UserError, match="neither an array"):
+        read_arrays(pickle.dumps({b"data": Hostile(mark)}))
+    with pytest.raises(UserError, match="damaged"):
+        read_arrays(pickle.dumps({b"data": [1, 2, 3]})[:-5])
+    assert not mark.exists()
+
+
+OFFICIAL = Path(__file__).parents[2] / "shared" / "data" / "cifar100"
+
+
+@pytest.mark.skipif(not OFFICIAL.exists(), reason="the official CIFAR-100 files are not here")
+def test_the_official_cifar100_meta_is_admitted() -> None:
+    from mambacl.streams.cifar import _has_official_md5
+
+    data = (OFFICIAL / "meta").read_bytes()
+    assert _has_official_md5(data, "meta")
+    assert read_arrays(data)[b"fine_label_names"][0] == b"apple"

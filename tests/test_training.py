@@ -1,0 +1,346 @@
+"""The loop, its checkpoints, and what a crash leaves."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import CONFIG
+
+import mambacl
+from mambacl.config import resolve
+from mambacl.errors import UserError
+from mambacl.methods import METHODS
+from mambacl.training import checkpoints
+from mambacl.training.folder import RunFolder
+from mambacl.training.loop import Loop, TrainingError, make_optimizer
+from mambacl.training.recipe import RECIPES, Recipe
+from mambacl.training.schedule import lr_factor
+
+SAME = ("class_order", "tasks", "correct", "total", "metrics", "status")
+
+
+def train(folder: Path, **overrides: Any) -> mambacl.Run:
+    return mambacl.train(CONFIG, out=str(folder), **overrides)
+
+
+def final_parameters(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "checkpoints" / "last.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("method.")}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    a, b = (json.loads((folder / "results.json").read_text()) for folder in (one, other))
+    assert {key: a[key] for key in SAME} == {key: b[key] for key in SAME}
+    for name, tensor in (parameters := final_parameters(one)).items():
+        assert torch.equal(tensor, final_parameters(other)[name]), name
+    assert len(parameters) >= 6
+    last = sorted((one / "checkpoints").glob("nullspace-*"))[-1:]
+    for path in last:
+        expected, found = load_file(path), load_file(other / "checkpoints" / path.name)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    lines = [
+        [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (f / "metrics.jsonl").open()]
+        for f in (one, other)
+    ]
+    assert lines[0] == lines[1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    train(folder)
+    return folder
+
+
+# A run
+
+
+def test_results_have_the_agreed_form(uninterrupted: Path) -> None:
+    results = json.loads((uninterrupted / "results.json").read_text())
+    assert results["schema"] == 1 and results["status"] == "finished"
+    assert (results["benchmark"], results["method"], results["backbone"]) == ("small", "mamba-cl", "defocus_mamba")
+    assert [len(row) for row in results["correct"]] == [1, 2, 3]
+    assert results["total"] == [400, 300, 300] and [len(task) for task in results["tasks"]] == [4, 3, 3]
+    assert set(results["seconds"]) == {"train", "covariance", "decomposition", "evaluate"}
+    assert all(value > 0 for value in results["seconds"].values())
+    assert results["images_per_second"] > 0 and results["peak_memory_bytes"] > 1e6
+    assert set(results["metrics"]) >= {"final_accuracy_tasks", "final_accuracy_images", "forgetting"}
+    stream = json.loads((uninterrupted / "stream.json").read_text())
+    assert stream["class_order"] == results["class_order"] and len(stream["fingerprint"]) == 64
+    assert len(results["class_names"]) == 10
+    events = [json.loads(line)["event"] for line in (uninterrupted / "metrics.jsonl").open()]
+    assert events == ["epoch"] * 3 + ["task"] + ["epoch"] * 3 + ["task"] + ["epoch"] * 3 + ["task"]
+
+
+def test_a_seed_fixes_the_run(uninterrupted: Path, tmp_path: Path) -> None:
+    train(tmp_path / "again")
+    assert_same_run(uninterrupted, tmp_path / "again")
+    other = train(tmp_path / "other", seed=1)
+    assert not torch.equal(
+        final_parameters(other.folder)["method.heads.0.weight"],
+        final_parameters(uninterrupted)["method.heads.0.weight"],
+    )
+
+
+def test_a_finished_run_is_returned_as_it_is(uninterrupted: Path) -> None:
+    before = (uninterrupted / "results.json").stat().st_mtime_ns
+    assert train(uninterrupted).metrics == json.loads((uninterrupted / "results.json").read_text())["metrics"]
+    assert mambacl.resume(uninterrupted).results["status"] == "finished"
+    assert (uninterrupted / "results.json").stat().st_mtime_ns == before
+
+
+def test_another_run_is_not_overwritten_unawares(uninterrupted: Path) -> None:
+    with pytest.raises(UserError, match=r"differs in seed\).*--overwrite"):
+        train(uninterrupted, seed=5)
+
+
+def test_overwrite_trains_anew_and_keeps_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(folder, method="frozen")
+    (folder / "notes.txt").write_text("mine")
+    run = train(folder, method="frozen", seed=3, overwrite=True)
+    assert run.results["seed"] == 3
+    assert (folder / "notes.txt").exists() and not list((folder / "checkpoints").glob("nullspace-*"))
+
+
+def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
+    for overrides in (
+        {"method": "mambacl"},
+        {"stream.dataset": "folders"},
+        {"stream.tasks": 11},
+        {"device": "cuda:99"},
+    ):
+        with pytest.raises(UserError):
+            train(tmp_path / "run", **overrides)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", METHODS.names())
+def test_every_method_trains_resumes_and_evaluates(method: str, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(whole, method=method)
+    with interrupted_after(7):
+        train(broken, method=method)
+    mambacl.resume(broken)
+    assert_same_run(whole, broken)
+    for batch_size in (None, 7, 1000):  # the batch plays no part in a prediction
+        evaluation = mambacl.evaluate(whole, batch_size)
+        assert evaluation.counted == evaluation.recorded
+
+
+def test_frozen_trains_the_heads_only(tmp_path: Path) -> None:
+    run = train(tmp_path / "frozen", method="frozen")
+    assert all(name.startswith("method.heads.") for name in final_parameters(run.folder))
+
+
+def test_sequential_is_the_same_as_mamba_cl_until_something_is_protected(uninterrupted: Path, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", method="sequential")
+    ours, theirs = final_parameters(run.folder), final_parameters(uninterrupted)
+    assert torch.equal(ours["method.heads.0.weight"], theirs["method.heads.0.weight"])  # the first task is free
+    assert not torch.equal(ours["method.heads.1.weight"], theirs["method.heads.1.weight"])
+    assert not list((run.folder / "checkpoints").glob("nullspace-*"))
+
+
+def test_bf16_keeps_close_to_float32(tmp_path: Path, uninterrupted: Path) -> None:
+    run = train(tmp_path / "run", precision="bf16")
+    exact = json.loads((uninterrupted / "results.json").read_text())
+    assert run.metrics["final_accuracy_tasks"] == pytest.approx(exact["metrics"]["final_accuracy_tasks"], abs=0.08)
+    ours, theirs = final_parameters(run.folder), final_parameters(uninterrupted)
+    assert all(tensor.dtype == theirs[name].dtype for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_other_optimizers_and_schedules_resume_as_well(optimizer: str, schedule: str, tmp_path: Path) -> None:
+    options = {"training": {**CONFIG["training"], "optimizer": optimizer, "schedule": schedule}, "stream.tasks": [9, 1]}
+    train(tmp_path / "whole", **options)
+    with interrupted_after(4):
+        train(tmp_path / "broken", **options)
+    mambacl.resume(tmp_path / "broken")
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+# Interruptions
+
+
+class interrupted_after:
+    """Ctrl-C when so many checkpoints are written."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.original = count, checkpoints.save
+
+    def __enter__(self) -> None:
+        def save(*arguments: Any) -> None:
+            self.original(*arguments)
+            self.count -= 1
+            if self.count == 0:
+                raise KeyboardInterrupt
+
+        checkpoints.save = save  # type: ignore[assignment]
+
+    def __exit__(self, kind: type | None, *_: Any) -> bool:
+        checkpoints.save = self.original
+        assert kind is KeyboardInterrupt
+        return True
+
+
+def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_path: Path) -> None:
+    """Three epochs and the end of the task, three times: each is a place to be interrupted at."""
+    for count in (1, 3, 4, 5, 11):
+        folder = tmp_path / str(count)
+        with interrupted_after(count):
+            train(folder)
+        assert json.loads((folder / "results.json").read_text())["status"] == "interrupted"
+        mambacl.resume(folder)
+        assert_same_run(uninterrupted, folder)
+
+
+def test_sigkill_at_five_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
+    """Killed without warning, resumed as often as it takes: the same bits in the end."""
+    script = Path(__file__).with_name("small_run.py")
+    environment = {**os.environ, "PYTHONPATH": str(Path(mambacl.__file__).parents[1])}
+    rng = random.Random()  # another five moments each time
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, str(script), str(folder)], env=environment, stderr=subprocess.DEVNULL)
+
+    folder, kills = tmp_path / "run", 0
+    while kills < 5:
+        process = start(folder)
+        deadline = time.monotonic() + 60
+        while not (folder / "checkpoints" / "backbone.safetensors").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before = results_text(folder)
+        while results_text(folder) == before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.5))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        if (status := json.loads(results_text(folder) or "{}").get("status")) == "finished":
+            break
+        assert status in (None, "running")
+    assert start(folder).wait(timeout=120) == 0
+    assert kills >= 2
+    assert_same_run(uninterrupted, folder)
+
+
+def results_text(folder: Path) -> str:
+    """At any moment whole."""
+    path = folder / "results.json"
+    text = path.read_text() if path.exists() else ""
+    assert not text or json.loads(text)["schema"] == 1
+    return text
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, tmp_path: Path) -> None:
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.safetensors"
+    data = bytearray(last.read_bytes())
+    data[-3] ^= 0xFF
+    last.write_bytes(data)
+    mambacl.resume(tmp_path / "run")
+    assert_same_run(uninterrupted, tmp_path / "run")
+
+
+def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
+    with interrupted_after(3):
+        train(tmp_path / "run")
+    for name in ("last", "previous"):
+        (tmp_path / "run" / "checkpoints" / f"{name}.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(UserError, match="--overwrite"):
+        mambacl.resume(tmp_path / "run")
+
+
+def test_changed_data_are_noticed(tmp_path: Path) -> None:
+    with interrupted_after(3):
+        train(tmp_path / "run")
+    stream = tmp_path / "run" / "stream.json"
+    stream.write_text(stream.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
+    with pytest.raises(UserError, match="fingerprint"):
+        mambacl.resume(tmp_path / "run")
+
+
+def test_two_processes_do_not_train_one_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked(), pytest.raises(UserError, match="Another process"):
+        train(tmp_path / "run")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"lower training\.lr.*mambacl resume"):
+        train(tmp_path / "run", **{"training.lr": 1e30})
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+
+
+def test_random_states_come_back() -> None:
+    tensors, text = checkpoints.random_state()
+    drawn = (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())
+    checkpoints.restore_random_state(tensors, text)
+    assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()) == drawn
+
+
+# The recipe
+
+
+def test_the_paper_and_the_public_code_decay_at_different_passes() -> None:
+    factors = {
+        name: [lr_factor(recipe, epoch * recipe.passes_per_epoch) for epoch in range(recipe.epochs)]
+        for name, recipe in RECIPES.items()
+    }
+    assert factors["paper"] == pytest.approx([1.0] * 25 + [0.1] * 15 + [0.01] * 10)
+    assert factors["public-code"] == pytest.approx([1.0] * 4 + [0.1] * 3 + [0.01] * 3)  # each of five passes
+
+
+def test_other_schedules() -> None:
+    cosine = Recipe(passes=10, schedule="cosine")
+    assert [lr_factor(cosine, p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert lr_factor(Recipe(schedule="constant"), 49) == 1.0
+
+
+def test_wrong_recipes() -> None:
+    for change in ({"passes": 0}, {"passes": 7, "passes_per_epoch": 2}, {"lr": -1.0}, {"batch_size": 0}):
+        with pytest.raises(UserError, match=r"training\."):
+            dataclasses.replace(Recipe(), **change)
+
+
+def test_optimizer_state_is_kept_by_name() -> None:
+    parameters = {"a": torch.nn.Parameter(torch.ones(3)), "b": torch.nn.Parameter(torch.ones(2))}
+    groups = [{"params": list(parameters.values())}]
+    optimizer = make_optimizer(Recipe(), groups)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = checkpoints.optimizer_tensors(optimizer, list(parameters))
+    assert set(tensors) == {f"{name}.{key}" for name in "ab" for key in ("step", "exp_avg", "exp_avg_sq")}
+    other = make_optimizer(Recipe(), [{"params": list(parameters.values())}])
+    checkpoints.load_optimizer(other, list(parameters), tensors)
+    assert torch.equal(other.state[parameters["b"]]["exp_avg"], optimizer.state[parameters["b"]]["exp_avg"])
+    with pytest.raises(UserError, match="does not train"):
+        checkpoints.load_optimizer(other, ["a", "c"], tensors)
+
+
+def test_the_loop_knows_no_method_by_name() -> None:
+    import inspect
+
+    source = inspect.getsource(inspect.getmodule(Loop))  # type: ignore[arg-type]
+    assert not any(name in source for name in ("mamba-cl", "MambaCL", "sequential", "frozen"))
+
+
+def test_overrides_of_the_python_interface_nest_and_have_dots() -> None:
+    config = resolve(CONFIG, {"training": {"lr": 5e-4}, "nullspace.A.trains": False})
+    assert config.training.lr == 5e-4 and config.training.passes == 3
+    assert not config.nullspace.A.trains and config.nullspace.rank == "energy:0.9"
