@@ -94,13 +94,14 @@ def _curves(groups: Sequence[Group], pictures: list[Picture]) -> Section:
 
 
 def _matrices(groups: Sequence[Group], pictures: list[Picture]) -> Section:
-    """Each run's matrix behind a fold, and what each task lost, as a table over all runs."""
+    """Each run's matrix, behind a fold when there are many, and what each task lost."""
     parts = []
+    shown = " open" if sum(len(group.runs) for group in groups) <= 4 else ""
     for group in groups:
         for run in group.runs:
             if run.tasks_done:
                 words = f"{group.label}, seed {run.seed}"
-                parts.append(f"<details><summary>{escaped(words)}</summary>{matrix_html(run)}</details>")
+                parts.append(f"<details{shown}><summary>{escaped(words)}</summary>{matrix_html(run)}</details>")
     several = [group for group in groups if group.first.tasks_done > 1]
     if several:
         worst = {
