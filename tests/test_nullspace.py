@@ -739,7 +739,7 @@ def test_a_state_of_another_model_or_setting_is_refused_and_changes_nothing(tiny
     space = OTHERS[other](tiny_model)
     space.consolidate([images(seed=3)])
     before = {name: tensor.clone() for name, tensor in space.state_dict().items()}
-    with pytest.raises(UserError, match="another model"):
+    with pytest.raises(UserError, match=r"another (model|setting)"):
         space.load(tmp_path / "space.safetensors")
     after = space.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
@@ -760,3 +760,35 @@ def test_a_setting_can_be_given_as_a_value(tiny_model):
     own = Setting(eta=0.3, rank="fraction:0.5", blocks=[1])
     space = NullSpace(tiny_model(), own, eta=0.4)
     assert space.setting == dataclasses.replace(own, eta=0.4)
+
+
+def test_wrapping_twice_projects_once(tiny_model):
+    changes = []
+    for times in (1, 2):
+        model = tiny_model()
+        space = consolidated(model)
+        optimizer = torch.optim.SGD(space.parameters(), lr=0.1)
+        for _ in range(times):
+            assert space.wrap(optimizer) is optimizer
+        before = model.blocks[0].mixer.out_proj.weight.detach().clone()
+        model(images(seed=5)).square().sum().backward()
+        optimizer.step()
+        changes.append(model.blocks[0].mixer.out_proj.weight.detach() - before)
+    assert torch.equal(changes[0], changes[1]) and changes[0].abs().max() > 0
+
+
+def test_a_forward_that_skips_the_blocks_is_noticed(tiny_model):
+    model = tiny_model()
+    with pytest.raises(UserError, match="saw no features of blocks"):
+        NullSpace(model).consolidate([images()], forward=lambda batch: batch)
+
+
+@pytest.mark.parametrize("wrong", [{"blocks": [0, -1]}, {"blocks": "2"}, {"blocks": []}, {"eta": "0.9"}])
+def test_values_of_the_wrong_kind_are_refused(tiny_model, wrong):
+    with pytest.raises(UserError, match=r"blocks must|eta must"):
+        NullSpace(tiny_model(), **wrong)
+
+
+def test_an_unknown_kind_in_an_ablation_is_refused():
+    with pytest.raises(UserError, match="no kind 'W_x'"):
+        ablation("W_x")

@@ -18,11 +18,15 @@ CHECKSUM, ALIAS = "mambacl.crc32", "mambacl.same."
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces a file atomically, and returns when the bytes are on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(temporary, "wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if hasattr(os, "O_DIRECTORY"):
         folder = os.open(path.parent, os.O_DIRECTORY)
         try:
@@ -35,14 +39,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, 
     """Names that hold the very same tensor are written once; the others are kept as an alias."""
     own: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[int, torch.Size], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() > 1 and place in first:
             aliases[ALIAS + name] = first[place]
         else:
             first[place] = name
-            own[name] = tensor.detach().cpu().contiguous()
+            own[name] = tensor.detach().cpu().contiguous().clone()  # safetensors takes no views
     metadata = {**text, **aliases, CHECKSUM: str(_checksum(own))}
     write_bytes(path, save(own, metadata=metadata))
 

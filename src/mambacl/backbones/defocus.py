@@ -77,6 +77,12 @@ class DefocusConfig:
     mamba: MixerConfig = field(default_factory=MixerConfig)
 
     def __post_init__(self) -> None:
+        if self.num_classes < 0:
+            raise UserError(f"num_classes must not be negative, got {self.num_classes}.")
+        if self.use_rope and self.mamba.state_size % 2:
+            raise UserError(
+                f"Rotary B and C need an even state_size, got {self.mamba.state_size}; or set use_rope false."
+            )
         if not any(head in self.head_type for head in ("IN1k", "IN22k")):
             raise UserError(f"head_type '{self.head_type}' names neither IN1k (linear) nor IN22k (two layers).")
         if ("cls" in self.head_type) == ("avg" in self.head_type):
@@ -126,15 +132,15 @@ class Mixer(nn.Module):
         dt, B, C = projected.split([config.time_step_rank, config.state_size, config.state_size], dim=-1)
         with torch.autocast(x.device.type, enabled=False):
             B, C = self.rotate(at_least_float32(B)), self.rotate(at_least_float32(C))  # 4. (b, l, n)
-            delta = F.softplus(self.dt_proj(at_least_float32(dt)))  # 5.
+            delta = F.softplus(at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype))))  # 5.
             if config.delta_scale_factor != 1.0:
                 delta = delta / config.delta_scale_factor
             x = at_least_float32(x)
-            y, _ = scan_tokens(x, delta, -torch.exp(self.A_log), B.unsqueeze(2), C.unsqueeze(2))  # 6.
+            y, _ = scan_tokens(x, delta, -torch.exp(at_least_float32(self.A_log)), B.unsqueeze(2), C.unsqueeze(2))  # 6.
             if config.group_norm_size:
                 groups = y.unflatten(-1, (-1, config.group_norm_size))
                 y = rms_normalize(groups, dim=-1, eps=1e-6).flatten(-2)  # 7.
-            y = torch.addcmul(y, self.D, x) * F.silu(at_least_float32(z))  # 8.
+            y = torch.addcmul(y, at_least_float32(self.D), x) * F.silu(at_least_float32(z))  # 8.
         y = y.to(tokens.dtype)
         if self.observer is not None:
             self.observer({"x": x, "delta": delta, "out": y})
@@ -192,7 +198,7 @@ class DefocusMamba(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim)) if "cls" in config.head_type else None
         pos_embed = torch.zeros(1, self.grid_size**2, config.embed_dim)
         self.pos_embed = nn.Parameter(pos_embed) if config.use_pos_embed else None
-        rates = torch.linspace(0, config.drop_path_rate, config.depth).tolist()
+        rates = [config.drop_path_rate * i / max(1, config.depth - 1) for i in range(config.depth)]
         self.blocks = nn.ModuleList([Block(config, rate) for rate in rates])
         self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
         self.reset_classifier(config.num_classes)

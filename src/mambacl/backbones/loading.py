@@ -4,6 +4,7 @@ import hashlib
 import os
 import urllib.error
 import urllib.request
+import zipfile
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -58,7 +59,7 @@ def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor],
     stored = find_state_dict(contents, path, key)
     try:
         return {name: tensor.read() for name, tensor in stored.items()}, inert
-    except (KeyError, RuntimeError, ValueError, OSError) as error:
+    except (KeyError, TypeError, RuntimeError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is damaged ({error}): download it again.") from None
 
 

@@ -83,7 +83,7 @@ def energy(spectrum: Spectrum, share: float) -> int:
 
 
 def fraction(spectrum: Spectrum, share: float) -> int:
-    return int(share * len(spectrum))
+    return int(share * len(spectrum) + 1e-9)  # 0.29 of 100 is 29
 
 
 RULES: dict[str, Callable[..., int]] = {

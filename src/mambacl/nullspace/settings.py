@@ -7,7 +7,7 @@ The kinds are the paper's: W_delta, W_B, W_C, A and `out`, the linear layer afte
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mambacl.errors import UserError
 from mambacl.nullspace.ranks import parse_rule
@@ -68,12 +68,20 @@ class Setting:
 
     def __post_init__(self) -> None:
         parse_rule(self.rank)
-        if not 0.0 <= self.eta <= 1.0:
+        for name, kind in get_type_hints(Setting).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise UserError(f"{name} is one of {', '.join(get_args(kind))}, got '{getattr(self, name)}'.")
+        if not isinstance(self.eta, (int, float)) or not 0.0 <= self.eta <= 1.0:
             raise UserError(f"eta must lie between 0 (no protection) and 1 (strict projection), got {self.eta}.")
         for kind in KINDS:
             if self.rule(kind).feature not in FEATURES:
                 raise UserError(f"{kind} has no feature '{self.rule(kind).feature}'; known: {', '.join(FEATURES)}.")
-        if isinstance(self.blocks, int) and self.blocks < 1:
+        listed = [self.blocks - 1] if isinstance(self.blocks, int) else self.blocks
+        if listed is not None and (
+            not isinstance(listed, (list, tuple))
+            or not listed
+            or not all(isinstance(b, int) and b >= 0 for b in listed)
+        ):
             raise UserError(
                 f"blocks must be a positive number of blocks or a list of their indices, got {self.blocks}."
             )
@@ -98,6 +106,11 @@ class Setting:
             if name not in known:
                 raise UserError(f"A setting has no '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
             if name in KINDS and isinstance(value, Mapping):
+                fields = [f.name for f in dataclasses.fields(Rule)]
+                for key in value:
+                    if key not in fields:
+                        hint = did_you_mean(key, fields)
+                        raise UserError(f"A rule has no '{key}'.{hint} Known: {', '.join(fields)}.")
                 changes[name] = dataclasses.replace(self.rule(name), **value)
         return dataclasses.replace(self, **changes)
 
@@ -122,4 +135,7 @@ def setting_named(name: str) -> Setting:
 
 def ablation(*projected: str) -> dict[str, Rule]:
     """Overrides for a row of the paper's ablation: only these kinds are projected, all train."""
+    for kind in projected:
+        if kind not in KINDS:
+            raise UserError(f"There is no kind '{kind}'.{did_you_mean(kind, KINDS)} Known: {', '.join(KINDS)}.")
     return {kind: dataclasses.replace(SETTINGS["paper"].rule(kind), projected=kind in projected) for kind in KINDS}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class NullSpace:
         self._check_blocks(len(found))
         self.blocks = [block for i, block in enumerate(found) if self.setting.trains_block(i)]
         self.tasks = 0
+        self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._covariances: dict[Key, Tensor] = {}
         self._decompositions: dict[Key, Decomposition] = {}
         self._projectors: dict[Key, Projector] = {}
@@ -129,8 +131,11 @@ class NullSpace:
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same optimizer; from now on each of its steps is projected, and rows that do not train stay as they
-        are."""
-        return project_steps(optimizer, self)
+        are. Wrapping it again changes nothing."""
+        if optimizer not in self._wrapped:
+            project_steps(optimizer, self)
+            self._wrapped.add(optimizer)
+        return optimizer
 
     def constrained(self) -> dict[str, list[tuple[Part, Projector | None]]]:
         """Parameters whose updates are changed: for each, its parts and their projectors (None: no update at all)."""
@@ -163,6 +168,8 @@ class NullSpace:
                 images += len(batch)
         if images == 0:
             raise UserError("consolidate got no images: the loader is empty.")
+        if missing := [key for key in keys if key not in shares]:
+            raise UserError(f"consolidate saw no features of {missing[0][0]}: the forward function does not run it.")
         covariances = {key: shares[key] + self._covariances.get(key, 0.0) for key in keys}
         gathered = time.perf_counter()
         precision = getattr(torch, self.setting.spectrum)
@@ -235,6 +242,8 @@ class NullSpace:
             size = parameter.shape[0 if part.side == "left" else 1]
             if covariance.shape != (size, size) or spectrum.shape != (size,) or basis.shape[0] != size:
                 raise UserError(f"This null-space state is of another model: {part.name} has another size there.")
+            if key in covariances and not torch.equal(covariances[key], covariance):
+                raise UserError(f"This null-space state is of another setting: {part.name} had another feature there.")
             covariances[key], decompositions[key] = covariance, Decomposition(spectrum, int(rank), basis)
         self._install(covariances, decompositions, tasks)
 
@@ -243,7 +252,14 @@ class NullSpace:
         write_tensors(Path(path), self.state_dict(), {"setting": json.dumps(dataclasses.asdict(self.setting))})
 
     def load(self, path: str | Path) -> None:
-        self.load_state_dict(read_tensors(Path(path))[0])
+        tensors, text = read_tensors(Path(path))
+        saved, own = json.loads(text.get("setting", "{}")), dataclasses.asdict(self.setting)
+        for name in (*KINDS, "accumulate"):
+            if name in saved and saved[name] != own[name]:
+                raise UserError(
+                    f"{path} was saved under another setting: {name} is {saved[name]} there, {own[name]} here."
+                )
+        self.load_state_dict(tensors)
 
 
 @contextmanager

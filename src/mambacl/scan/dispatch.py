@@ -3,6 +3,7 @@
 The recurrence itself is one PyTorch operator with a registered backward, so that `torch.compile` takes it as a whole.
 """
 
+import math
 import os
 
 import torch
@@ -79,6 +80,8 @@ def scan_tokens(
     if backend == "reference":
         y, last = selective_scan_reference(u.mT, delta.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1))
         return y.mT, last
+    groups = math.lcm(B.shape[2], C.shape[2])  # a backend takes B and C in the same groups
+    B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
     y, last, _ = torch.ops.mambacl.scan(u, delta, A, B, C, backend)
     return y, last
 
@@ -153,8 +156,9 @@ def _check_shapes(u, delta, A, B, C, D, z, delta_bias) -> None:  # type: ignore[
     if length == 0 or batch == 0:
         raise UserError(f"selective_scan needs at least one image and one token, got u of shape {tuple(u.shape)}.")
     for name, M in (("B", B), ("C", C)):
-        wanted = {2: (channels, n), 3: (batch, n, length), 4: (batch, M.shape[1], n, length)}.get(M.dim())
-        if wanted is None or tuple(M.shape) != wanted or (M.dim() == 4 and channels % M.shape[1]):
+        groups = M.shape[1] if M.dim() == 4 else 1
+        wanted = {2: (channels, n), 3: (batch, n, length), 4: (batch, groups, n, length)}.get(M.dim())
+        if wanted is None or tuple(M.shape) != wanted or channels % groups:
             raise UserError(
                 f"selective_scan takes {name} as (d, n), (b, n, l) or (b, g, n, l) with b={batch}, d={channels}, "
                 f"n={n}, l={length} and g a divisor of d, got {tuple(M.shape)}."

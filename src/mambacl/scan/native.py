@@ -29,9 +29,14 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+@torch.compiler.assume_constant_result
+def built() -> bool:
+    return library() is not None
+
+
 def supports(u: Tensor, A: Tensor) -> bool:
     fits = u.device.type == "cpu" and u.dtype in (torch.float32, torch.float64) and A.shape[1] <= MOST_STATES
-    return fits and library() is not None
+    return fits and built()
 
 
 def kept_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,70 @@
+"""What runs on a GPU; skipped where there is none. By hand: `pytest -m gpu`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import CONFIG
+from torch import Tensor, nn
+
+import mambacl
+from mambacl.scan import selective_scan, selective_scan_reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("length", [1, 65, 197])
+def test_the_scan_agrees_with_the_reference(dtype: torch.dtype, tolerance: float, length: int) -> None:
+    torch.manual_seed(0)
+    b, d, n = 3, 48, 16
+    shapes = [(b, d, length), (b, d, length), (d, n), (b, n, length), (b, n, length)]
+    inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    inputs[1], inputs[2] = inputs[1].abs() * 0.1, -inputs[2].abs()
+
+    def gradients(device: str, scan: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [tensor.detach().clone().to(device).requires_grad_() for tensor in inputs]
+        y = scan(*leaves)
+        y.square().sum().backward()
+        return [y.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+    expected = gradients("cpu", lambda *leaves: selective_scan_reference(*leaves)[0])
+    for found, wanted in zip(gradients("cuda", selective_scan), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=tolerance * max(1.0, wanted.abs().max().item()), rtol=0)
+
+
+def test_the_pretrained_model_gives_the_recorded_classes(goldens: Path) -> None:
+    recorded = load_file(goldens / "defocus_mamba_nano_tin32.parity.safetensors")
+    model = mambacl.create_model("defocus_mamba_nano", pretrained=True).eval().cuda()
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (model.default_cfg["mean"], model.default_cfg["std"]))
+    images = recorded["images_uint8"].float()
+    images = images.permute(0, 3, 1, 2) if images.shape[-1] == 3 else images
+    with torch.no_grad():
+        logits = model(((images / 255 - mean) / std).cuda()).cpu()
+    assert (logits.argmax(1) == recorded["logits"].argmax(1)).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_run(precision: str, tmp_path: Path) -> None:
+    run = mambacl.train(CONFIG, device="cuda", precision=precision, out=str(tmp_path / "run"))
+    results = json.loads((run.folder / "results.json").read_text())
+    assert results["status"] == "finished" and results["peak_memory_bytes"] > 0
+    evaluation = mambacl.evaluate(run.folder, 33)
+    assert sum(abs(a - b) for a, b in zip(evaluation.counted, evaluation.recorded, strict=True)) <= 10
+
+
+def test_null_spaces_agree_with_the_cpu(tiny_model: Callable[..., nn.Module]) -> None:
+    images = torch.randn(20, 3, 16, 16)
+    spaces = []
+    for device in ("cpu", "cuda"):
+        space = mambacl.NullSpace(tiny_model().to(device), "paper", rank="energy:0.9")
+        space.consolidate([images[:12], images[12:]])
+        spaces.append(space)
+    cpu, gpu = spaces
+    for name, covariance in cpu.covariances().items():
+        error = torch.linalg.norm(gpu.covariances()[name].cpu() - covariance) / torch.linalg.norm(covariance)
+        assert error < 1e-4, name
+        assert abs(gpu.decompositions()[name].rank - cpu.decompositions()[name].rank) <= 1
