@@ -18,7 +18,8 @@ def test_every_preset_is_valid_and_says_what_to_expect(name: str) -> None:
     import mambacl
 
     text = (Path(mambacl.__file__).parent / "presets" / f"{name}.yaml").read_text()
-    assert text.startswith(f"# mambacl train {name}") and "minutes" in text.split("\n\n")[0]
+    head = text.split("\n\n")[0]
+    assert head.startswith(f"# mambacl train {name}") and "minutes" in head and "Expect" in head
 
 
 def test_the_defaults_are_the_papers() -> None:
