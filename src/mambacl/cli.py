@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
-        return _fail("Interrupted; `mambacl resume RUN` continues from the last checkpoint.", 130)
+        return _fail("Interrupted.", 130)
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1

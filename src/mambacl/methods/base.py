@@ -89,10 +89,6 @@ class Method(ABC):
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         return
 
-    def describe(self) -> str:
-        """For the reader of the log: what is trained, and how."""
-        return self.summary
-
 
 METHODS: Registry[type[Method]] = Registry("method", "mambacl.methods")
 

@@ -34,8 +34,5 @@ class MambaCL(HeadPerTask):
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.space.load_state_dict(state)
 
-    def describe(self) -> str:
-        return self.space.describe()
-
 
 METHODS.add(MambaCL.name, MambaCL)

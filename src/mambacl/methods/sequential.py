@@ -21,8 +21,5 @@ class Sequential(HeadPerTask):
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.space.wrap(optimizer)  # projects nothing; rows that do not train stay as they are
 
-    def describe(self) -> str:
-        return self.space.describe()
-
 
 METHODS.add(Sequential.name, Sequential)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.log import logger
 from mambacl.nullspace.adapters import Block, Features, Part, find_blocks
 from mambacl.nullspace.covariance import SHARES
 from mambacl.nullspace.optimizer import project_steps
@@ -60,6 +61,7 @@ class NullSpace:
         self._covariances: dict[Key, Tensor] = {}
         self._decompositions: dict[Key, Decomposition] = {}
         self._projectors: dict[Key, Projector] = {}
+        logger.info("%s", self.describe())
 
     def _check_blocks(self, count: int) -> None:
         wanted = self.setting.blocks
@@ -92,7 +94,9 @@ class NullSpace:
 
     def describe(self) -> str:
         """One line a kind: what is trained, what is protected, and from which feature."""
-        lines = [f"{len(self.blocks)} selective SSMs; eta {self.setting.eta}, rank by {self.setting.rank}"]
+        protects = any(True for _ in self._protected())
+        how = f"eta {self.setting.eta}, rank by {self.setting.rank}" if protects else "nothing is protected"
+        lines = [f"{len(self.blocks)} selective SSMs; {how}"]
         named = dict(self.model.named_parameters())
         for kind in KINDS:
             rule = self.setting.rule(kind)

@@ -178,13 +178,14 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
         done = sum(parts.steps(t) for t in range(position.task)) * config.training.epochs
         done += parts.steps(position.task) * position.epoch if position.epoch else 0
     else:
-        logger.info("%s: %s", config.method, parts.method.describe())
+        logger.info("%s: %s; to %s", config.method, parts.method.summary, folder.path)
     loop = parts.loop(folder, done)
     try:
         with _terminable(), loop.display:
             return Run(folder.path, loop.run(checkpoint))
     except KeyboardInterrupt:
         loop.write_results("interrupted")
+        logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
         raise
     except (UserError, TrainingError) as error:
         loop.write_results("failed")
