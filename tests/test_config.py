@@ -69,6 +69,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"training.passes": 0}, r"training\.passes must be at least 1"),
     ({"device": "tpu"}, r"device must be"),
     ({"seed": -1}, r"seed must not be negative"),
+    ({"pretrained": None}, r"pretrained"),
     ({"precision": "fp16"}, r"precision takes one of float32, bf16"),
 ]
 
@@ -90,6 +91,10 @@ def test_wrong_files(tmp_path: Path) -> None:
     broken.write_text("- a list")
     with pytest.raises(UserError, match="must hold options"):
         read_preset(broken)
+    for text in ("name: 2024-13-45", "a: &a [*a]"):
+        broken.write_text(text)
+        with pytest.raises(UserError, match="not valid YAML"):
+            read_preset(broken)
     broken.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         read_preset(broken)

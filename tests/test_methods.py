@@ -48,6 +48,13 @@ def test_predictions_do_not_depend_on_the_batch(name: str, tiny_model: Callable[
     assert torch.equal(together.argmax(1), alone.argmax(1))
 
 
+def test_logits_are_in_full_precision_under_autocast(tiny_model: Callable[..., nn.Module]) -> None:
+    method = METHODS.get("frozen")(tiny_model(), Setup())
+    method.start_task(Task(0, classes=5, first_label=0, seed=0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method.predict(torch.randn(2, 3, 16, 16)).dtype == torch.float32
+
+
 def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Module]) -> None:
     setting = SETTINGS["paper"].override(A={"trains": False}, blocks=[1])
     method = METHODS.get("mamba-cl")(tiny_model(), Setup(setting))

@@ -251,7 +251,7 @@ def space_state(tiny_model: Callable[..., torch.nn.Module]) -> dict[str, torch.T
 def test_the_page_of_a_run(tmp_path, space_state):
     names = [HOSTILE, "</style><script>alert(1)</script>", *(f"n{i}" for i in range(8))]
     folder = make_run(tmp_path / "a & <b>", *many_tasks(5, 0.02), class_names=names, epochs=3)
-    write_tensors(folder / "checkpoints" / "nullspace-04.safetensors", space_state, {})
+    write_tensors(folder / "checkpoints" / "task-04.safetensors", space_state, {})
     path = write_report([folder])
     assert path == folder / "report.html"
     page, html = checked(path)
@@ -323,8 +323,8 @@ def test_figures_leave_the_global_style_alone_and_give_the_same_bytes(tmp_path):
 def test_spectra_are_read_with_ranks_and_put_in_families(tmp_path, space_state):
     folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
     checkpoints = folder / "checkpoints"
-    (checkpoints / "nullspace-00.safetensors").write_bytes(b"an older one is not read")
-    write_tensors(checkpoints / "nullspace-01.safetensors", space_state, {})
+    (checkpoints / "task-00.safetensors").write_bytes(b"an older one is not read")
+    write_tensors(checkpoints / "task-01.safetensors", space_state, {})
     run = load_run(folder)
     assert run.spectra_task == 1 and len(run.spectra) == 10  # five parts in two blocks
     for part, (values, rank) in run.spectra.items():
@@ -343,7 +343,7 @@ def test_the_setting_says_which_rows_are_projected(tmp_path):
         state[f"layers.{block}.mixer.x_proj.weight[4:8].spectrum"] = torch.tensor([3.0, 2.0, 0.0]) + block
         state[f"layers.{block}.mixer.x_proj.weight[4:8].rank"] = torch.tensor(1)
     folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
-    write_tensors(folder / "checkpoints" / "nullspace-01.safetensors", state, {"setting": setting})
+    write_tensors(folder / "checkpoints" / "task-01.safetensors", state, {"setting": setting})
     (family,) = spectrum_families(load_run(folder))
     assert family.roles == ("W_B",) and family.feature == "delta-x" and "|delta|^2" in family.meaning
     assert list(family.spectra) == ["9", "10"]
@@ -380,7 +380,7 @@ def change(**changes: Any) -> Callable[[Path], None]:
         (rewrite("stream.json", "nonsense"), "not valid JSON"),
         (rewrite("config.yaml", "a: [1"), "not valid YAML"),
         (rewrite("metrics.jsonl", "broken\n{}\n"), "line 1"),
-        (rewrite("checkpoints/nullspace-01.safetensors", "broken"), "is damaged"),
+        (rewrite("checkpoints/task-01.safetensors", "broken"), "is damaged"),
         (change(correct=[[1, 2]]), "row 0 of 'correct'"),
         (change(correct=[[101]]), "counts up to 'total'"),
         (change(total=None), "'total' is not a list"),

@@ -347,3 +347,24 @@ def test_torch_backend_agrees_with_the_reference_on_cuda(shape):
     y, last = selective_scan(**on_device, delta_softplus=True, return_last_state=True)
     assert_close(y.cpu(), expected["out"], 1e-11)
     assert_close(last.cpu(), expected["last"], 1e-11)
+
+
+@pytest.mark.parametrize("backend", [name for name in available_backends() if name != "auto"])
+def test_autocast_does_not_lower_the_precision(backend):
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(2, 6, 11),
+        torch.rand(2, 6, 11),
+        -torch.rand(6, 4),
+        torch.randn(2, 4, 11),
+        torch.randn(2, 4, 11),
+    ]
+    plain, under_autocast = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    y = selective_scan(*plain, backend=backend)
+    y.sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        z = selective_scan(*under_autocast, backend=backend)
+        z.sum().backward()
+    torch.testing.assert_close(z, y, rtol=0, atol=1e-6)
+    for a, b in zip(plain, under_autocast, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-5)

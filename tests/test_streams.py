@@ -183,10 +183,24 @@ def test_wrong_image_folders(tmp_path: Path) -> None:
 
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     make_folders(tmp_path)
-    (tmp_path / "test" / "bee" / "1.png").write_bytes(b"not a picture")
+    (tmp_path / "train" / "ant" / "._0.png").write_bytes(b"what another system left")  # not looked at
+    (tmp_path / "train" / "ant" / "folder.png").mkdir()
     dataset = open_dataset("folders", tmp_path)
+    (tmp_path / "test" / "bee" / "1.png").write_bytes(b"not a picture")
+    with pytest.raises(UserError, match=r"1\.png cannot be read as an image"):
+        open_dataset("folders", tmp_path)  # before any training
     with pytest.raises(UserError, match=r"1\.png cannot be read as an image"):
         dataset.test.image(3)
+    transforms = Transforms(TransformConfig(), 8, MEAN, STD)
+    with pytest.raises(UserError, match=r"^\S*1\.png cannot be read as an image[^\n]*$"):
+        list(Stream(dataset, transforms, 1, workers=1).test_batches(0, 4))  # in another process as well
+
+
+def test_grey_images_of_16_bits_keep_their_range(tmp_path: Path) -> None:
+    make_folders(tmp_path)
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(ramp).save(tmp_path / "train" / "ant" / "0.png")
+    assert open_dataset("folders", tmp_path).train.image(0)[1].tolist() == (ramp >> 8).tolist()
 
 
 def write_cifar(folder: Path) -> dict[str, dict[bytes, object]]:

@@ -45,7 +45,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     for name, tensor in (parameters := final_parameters(one)).items():
         assert torch.equal(tensor, final_parameters(other)[name]), name
     assert len(parameters) >= 6
-    last = sorted((one / "checkpoints").glob("nullspace-*"))[-1:]
+    last = sorted((one / "checkpoints").glob("task-0*"))[-1:]
     for path in last:
         expected, found = load_file(path), load_file(other / "checkpoints" / path.name)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -111,7 +111,7 @@ def test_overwrite_trains_anew_and_keeps_other_files(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     run = train(folder, method="frozen", seed=3, overwrite=True)
     assert run.results["seed"] == 3
-    assert (folder / "notes.txt").exists() and not list((folder / "checkpoints").glob("nullspace-*"))
+    assert (folder / "notes.txt").exists() and not list((folder / "checkpoints").glob("task-0*"))
 
 
 def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_sequential_is_the_same_as_mamba_cl_until_something_is_protected(uninter
     ours, theirs = final_parameters(run.folder), final_parameters(uninterrupted)
     assert torch.equal(ours["method.heads.0.weight"], theirs["method.heads.0.weight"])  # the first task is free
     assert not torch.equal(ours["method.heads.1.weight"], theirs["method.heads.1.weight"])
-    assert not list((run.folder / "checkpoints").glob("nullspace-*"))
+    assert not list((run.folder / "checkpoints").glob("task-0*"))
 
 
 def test_bf16_keeps_close_to_float32(tmp_path: Path, uninterrupted: Path) -> None:
@@ -276,8 +276,45 @@ def test_changed_data_are_noticed(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_train_one_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with folder.locked(), pytest.raises(UserError, match="Another process"):
+    with folder.locked():
+        folder.clear()  # as --overwrite does
+        with pytest.raises(UserError, match="Another process"):
+            train(tmp_path / "run")
+
+
+def test_checkpoints_of_another_run_are_not_taken_up(uninterrupted: Path, tmp_path: Path) -> None:
+    """Where config.yaml is gone, what lies there belongs to no run."""
+    with interrupted_after(5):
+        train(tmp_path / "run", seed=9)
+    (tmp_path / "run" / "config.yaml").unlink()
+    with interrupted_after(1):
         train(tmp_path / "run")
+    mambacl.resume(tmp_path / "run")
+    assert_same_run(uninterrupted, tmp_path / "run")
+
+
+def test_a_run_in_the_middle_of_a_task_is_evaluated_as_at_the_end_of_the_one_before(tmp_path: Path) -> None:
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    evaluation = mambacl.evaluate(tmp_path / "run")
+    assert evaluation.counted == evaluation.recorded and len(evaluation.counted) == 1
+
+
+def test_falling_back_keeps_a_whole_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    (folder.checkpoints / "last.safetensors").write_bytes(b"damaged")
+    assert checkpoints.load(folder) is not None
+    (folder.checkpoints / "previous.safetensors").unlink()
+    mambacl.resume(tmp_path / "run")
+    assert_same_run(uninterrupted, tmp_path / "run")
+
+
+def test_relative_paths_are_kept_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve(CONFIG, {"stream.root": "data", "pretrained": "weights.pth"})
+    assert config.stream.root == str(tmp_path / "data") and config.pretrained == str(tmp_path / "weights.pth")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_the_remedy(tmp_path: Path) -> None:

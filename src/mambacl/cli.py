@@ -55,14 +55,22 @@ def train(arguments: Sequence[str]) -> int:
     return _show(runs, first)
 
 
+GROUPS = ("nullspace", *(f"nullspace.{kind}" for kind in ("W_delta", "W_B", "W_C", "A", "out")), "training", "stream",
+          "stream.transforms")  # fmt: skip
+
+
 def _check_options(arguments: Sequence[str], parser: Any) -> None:
     """Names the option that is wrong, with the one that was perhaps meant."""
     known = [option for action in parser._actions for option in action.option_strings]
     for argument in arguments:
         name = argument.split("=")[0]
         if name.startswith("--") and name not in known and not name.startswith(("--options.", "--backbone_options.")):
-            hint = did_you_mean(name, known)
+            last = name.lstrip("-").split(".")[-1]
+            same = [option for option in known if option.split(".")[-1] == last]  # --lr is --training.lr
+            hint = f" Did you mean '{same[0]}'?" if same else did_you_mean(name, known)
             raise UserError(f"There is no option '{name}'.{hint} See `mambacl train --help`.")
+        if name.removeprefix("--") in GROUPS:
+            raise UserError(f"The option '{name}' is a group: set {name}.NAME. See `mambacl train --help`.")
 
 
 def _show(runs: list[Run], config: Any) -> int:
@@ -85,8 +93,9 @@ def resume(arguments: Sequence[str]) -> int:
 
     parser = Parser(prog="mambacl resume", description="Continues a run where its last checkpoint stands.")
     parser.add_argument("run", type=Path, help="run folder")
-    run = resume_run(parser.parse_args(arguments).run)
-    return _show([run], None)
+    parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
+    given = parser.parse_args(arguments)
+    return _show([resume_run(given.run, given.device)], None)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -96,10 +105,11 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = Parser(prog="mambacl evaluate", description="Evaluates a run's last checkpoint over all tasks learned.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--batch-size", type=int, default=None, help="images in a batch; changes only the speed")
+    parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
     given = parser.parse_args(arguments)
     if given.batch_size is not None and given.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {given.batch_size}.")
-    again = evaluate_run(given.run, given.batch_size)
+    again = evaluate_run(given.run, given.batch_size, given.device)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} right  {right / total[task]:6.1%}")
@@ -122,8 +132,9 @@ def report(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=None, help="folder for the page")
     parser.add_argument("--format", choices=("text", "markdown", "latex"), default="text", help="of the printed table")
     given = parser.parse_args(arguments)
-    page = write_report(given.runs, given.out)
-    table = comparison_table([load_run(path) for path in given.runs])
+    runs = list({path.resolve(): path for path in given.runs}.values())
+    page = write_report(runs, given.out)
+    table = comparison_table([load_run(path) for path in runs])
     print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](table))
     print(f"Report: {page}", file=sys.stderr)
     return 0
@@ -209,6 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 1
+    except OSError as error:
+        return _fail(f"{error.strerror or error}: {error.filename or 'no file named'}.", 2)
     except Exception as error:
         from mambacl.training.loop import TrainingError
 

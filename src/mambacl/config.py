@@ -5,6 +5,7 @@ Naming a setting or a recipe starts anew from it: what an earlier source changed
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,8 +63,13 @@ class RunConfig:
     """run folder; runs/NAME-METHOD-SEED if empty"""
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise UserError(f"seed must not be negative, got {self.seed}.")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed must not be negative, nor above 2^63 - 1, got {self.seed}.")
+        if self.pretrained is None:
+            raise UserError("pretrained is true, false or the path of a checkpoint.")
+        for name in ("name", "num_classes", "pretrained"):
+            if name in self.backbone_options:
+                raise UserError(f"backbone_options cannot hold '{name}': it is set by the run itself.")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(f"device must be auto, cpu, cuda or cuda:N, got '{self.device}'.")
 
@@ -95,10 +101,21 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
         base = {}
     else:
         base = read_preset(source)
-    values: dict[str, Any] = {"setting": "paper", "recipe": "paper"}
+    values: dict[str, Any] = {}
     for layer in ({"setting": "paper", "recipe": "paper"}, base, overrides):
         values = _with_layer(values, _nested(layer))
-    return from_dict(values)
+    return _with_absolute_paths(from_dict(values))
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """So that a run can be continued from any folder."""
+    changes: dict[str, Any] = {}
+    if config.stream.root is not None:
+        root = str(Path(config.stream.root).expanduser().absolute())
+        changes["stream"] = dataclasses.replace(config.stream, root=root)
+    if isinstance(config.pretrained, str):
+        changes["pretrained"] = str(Path(config.pretrained).expanduser().absolute())
+    return dataclasses.replace(config, **changes)
 
 
 def _with_layer(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +148,8 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
     parser = build_parser()
     try:
         parsed = parser.parse_object(dict(values))
-        return RunConfig(**{f.name: parser.instantiate(parsed)[f.name] for f in dataclasses.fields(RunConfig)})
+        built = parser.instantiate(parsed)
+        return RunConfig(**{f.name: built[f.name] for f in dataclasses.fields(RunConfig)})
     except ArgumentError as error:
         raise readable(error) from None
 
@@ -176,14 +194,14 @@ def read_preset(source: str | Path) -> dict[str, Any]:
     """A shipped preset by name, or a YAML file by path. The run is called after it unless it says otherwise."""
     names = preset_names()
     if str(source) in names:
-        text = (files("mambacl") / "presets" / f"{source}.yaml").read_text()
+        text = (files("mambacl") / "presets" / f"{source}.yaml").read_text(encoding="utf-8")
         return {"name": str(source), **parse_yaml(text, str(source))}
     path = Path(source)
     if not path.is_file():
         hint = did_you_mean(str(source), names)
         raise UserError(f"'{source}' is neither a preset nor a file.{hint} Presets: {', '.join(names)}.")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}).") from None
     return {"name": path.stem, **parse_yaml(text, str(path))}
@@ -192,7 +210,8 @@ def read_preset(source: str | Path) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     try:
         contents = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        json.dumps(contents, default=str)  # refuses what refers to itself
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         place = getattr(error, "problem_mark", None)
         line = f", line {place.line + 1}" if place else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None

@@ -24,7 +24,8 @@ def build_config(config_class: type, values: Mapping[str, Any], owner: str) -> A
     for key, value in values.items():
         if key not in fields:
             hint = did_you_mean(key, fields)
-            raise UserError(f"'{owner}' has no option '{key}'.{hint} Known: {', '.join(fields)}.")
+            known = f"Known: {', '.join(fields)}." if fields else "It has none."
+            raise UserError(f"'{owner}' has no option '{key}'.{hint} {known}")
         kind = fields[key].type
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             value = build_config(kind, value, f"{owner}.{key}")

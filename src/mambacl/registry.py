@@ -46,4 +46,11 @@ class Registry(Generic[T]):
         if not self._loaded:
             self._loaded = True
             for point in entry_points(group=self.group):
-                point.load()
+                try:
+                    point.load()
+                except Exception as error:
+                    self._loaded = False
+                    raise UserError(
+                        f"The {self.noun} '{point.name}' of another package ({point.value}) cannot be loaded "
+                        f"({type(error).__name__}: {error}): mend or uninstall that package."
+                    ) from error

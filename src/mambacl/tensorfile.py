@@ -2,12 +2,13 @@
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mambacl.errors import UserError
@@ -15,14 +16,14 @@ from mambacl.errors import UserError
 CHECKSUM, ALIAS = "mambacl.crc32", "mambacl.same."
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, and returns when the bytes are on disk."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` to write to; at the end it is flushed to disk and takes the place of `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -35,20 +36,32 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.close(folder)
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replaces a file atomically, and returns when the bytes are on disk."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
     """Names that hold the very same tensor are written once; the others are kept as an alias."""
     own: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() > 1 and place in first:
             aliases[ALIAS + name] = first[place]
-        else:
-            first[place] = name
-            own[name] = tensor.detach().cpu().contiguous().clone()  # safetensors takes no views
+            continue
+        first[place] = name
+        own[name] = tensor.detach().cpu().contiguous()
+        storage = own[name].untyped_storage()
+        if storage.nbytes() != own[name].nbytes or storage.data_ptr() in storages:
+            own[name] = own[name].clone()  # safetensors takes no views
+        storages.add(storage.data_ptr())
     metadata = {**text, **aliases, CHECKSUM: str(_checksum(own))}
-    write_bytes(path, save(own, metadata=metadata))
+    with replacing(path) as temporary:
+        save_file(own, temporary, metadata=metadata)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -56,13 +69,16 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             text = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            names = file.keys()
+            tensors = {
+                name: file.get_tensor(name).clone() for name in names
+            }  # copies, so that the file can be replaced
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}).") from None
     checksum = text.pop(CHECKSUM, None)
-    if checksum is not None and int(checksum) != _checksum(tensors):
+    if checksum is not None and checksum != str(_checksum(tensors)):
         raise UserError(f"{path} is damaged: its contents do not match their checksum.")
     for alias in [key for key in text if key.startswith(ALIAS)]:
         tensors[alias.removeprefix(ALIAS)] = tensors[text.pop(alias)]

@@ -47,6 +47,9 @@ class MixerConfig:
     delta_scale_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("state_size", "conv_kernel", "intermediate_size", "time_step_rank"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
         if self.hidden_act != "silu" or self.use_out_norm:
             raise UserError(
                 "De-focus Mamba has hidden_act 'silu' and use_out_norm false; the public code has no other."
@@ -77,6 +80,9 @@ class DefocusConfig:
     mamba: MixerConfig = field(default_factory=MixerConfig)
 
     def __post_init__(self) -> None:
+        for name in ("img_size", "patch_size", "embed_dim", "depth"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
         if self.num_classes < 0:
             raise UserError(f"num_classes must not be negative, got {self.num_classes}.")
         if self.use_rope and self.mamba.state_size % 2:

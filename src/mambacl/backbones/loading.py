@@ -1,6 +1,7 @@
 """Weights from a file into a model, with an account of what went where."""
 
 import hashlib
+import http.client
 import os
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from mambacl.backbones.registry import ModelEntry
 from mambacl.backbones.unpickling import find_state_dict, read_checkpoint
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.tensorfile import replacing
 
 HEADS = ("head.", "head2.")  # may differ from the file: another number of classes, or none
 
@@ -69,9 +71,8 @@ def convert(source: Path, destination: Path, key: str | None = None) -> Account:
         raise UserError(f"The output of convert must end in .safetensors, got {destination}.")
     tensors, inert = read_weights(source, key)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.with_suffix(".part")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-    os.replace(temporary, destination)
+    with replacing(destination) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
     return Account(source, loaded=list(tensors), inert=inert)
 
 
@@ -102,7 +103,7 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
             f"{path} does not fit this model: it lacks {shown}, or has them in another shape. "
             "Check the model's name and its options against the checkpoint."
         )
-    model.load_state_dict({name: tensor.to(dtype=own[name].dtype) for name, tensor in own.items()})
+    model.load_state_dict(own)
     return account
 
 
@@ -159,7 +160,7 @@ def _download(url: str, path: Path, sha256: str | None) -> None:
                 digest.update(block)
                 out.write(block)
             size = out.tell()
-    except (urllib.error.URLError, OSError) as error:
+    except (http.client.HTTPException, urllib.error.URLError, OSError) as error:
         temporary.unlink(missing_ok=True)
         reason = getattr(error, "reason", error)
         raise UserError(

@@ -5,7 +5,7 @@ derives from `Method`, or from `HeadPerTask` when it has the paper's classifier,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambacl.backbones.layers import at_least_float32
 from mambacl.classifiers import SeparateHeads
 from mambacl.nullspace import Setting
 from mambacl.options import build_config
@@ -123,12 +124,17 @@ class HeadPerTask(Method):
         return {"backbone": [(name, named[name]) for name in self.trained_names()], "classifier": head}
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.heads.last(self.model(images))
+        logits = self._classify(self.heads.last, self.model(images))
         labels = labels - sum(self.heads.widths[:-1])  # the current head counts from 0
-        return F.cross_entropy(logits.float(), labels), (logits.argmax(dim=1) == labels).sum()
+        return F.cross_entropy(logits, labels), (logits.argmax(dim=1) == labels).sum()
 
     def predict(self, images: Tensor) -> Tensor:
-        return self.heads(self.model(images))
+        return self._classify(self.heads, self.model(images))
+
+    def _classify(self, heads: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
+        """Logits in full precision under autocast, too: rounded ones tie, and ties go to the older class."""
+        with torch.autocast(features.device.type, enabled=False):
+            return heads(at_least_float32(features))
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._named_state())

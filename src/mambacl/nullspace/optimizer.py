@@ -31,25 +31,30 @@ def project_change(before: Tensor, after: Tensor, parts: list[tuple[Part, Projec
 
 
 def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.optim.Optimizer:
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    names = {name: parameter for name, parameter in space.model.named_parameters() if parameter in given}
-    if not any(part.parameter in names for _, part in space.parts()):
+    def trained() -> dict[str, torch.nn.Parameter]:
+        """By name; groups may be added after the wrapping."""
+        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return {name: parameter for name, parameter in space.model.named_parameters() if parameter in given}
+
+    if not any(part.parameter in trained() for _, part in space.parts()):
         raise UserError(
             "NullSpace.wrap got an optimizer without any parameter that it protects: build it from space.parameters()."
         )
-    before: dict[str, Tensor] = {}
+    before: dict[str, tuple[torch.nn.Parameter, Tensor]] = {}
 
     def remember(*_: Any) -> None:
         before.clear()
+        names = trained()
         for name in space.constrained():
             if name in names:
-                before[name] = names[name].detach().clone()
+                before[name] = names[name], names[name].detach().clone()
 
     @torch.no_grad()
     def project(*_: Any) -> None:
         for name, parts in space.constrained().items():
             if name in before:
-                project_change(before[name], names[name].detach(), parts)
+                parameter, old = before[name]
+                project_change(old, parameter.detach(), parts)
         before.clear()
 
     optimizer.register_step_pre_hook(remember)

@@ -37,7 +37,9 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
 def parse_rule(rule: str) -> Callable[[Spectrum], int]:
     """The function behind a rule's name; a wrong name or share is a `UserError`."""
     name, _, share = rule.partition(":")
-    if name not in RULES or bool(share) != (name in SHARES):
+    if name in SHARES and not share:
+        raise UserError(f"The rank rule '{name}' needs a share between 0 and 1, as in {name}:0.99.")
+    if name not in RULES or (share and name not in SHARES):
         known = "corner, smoothed-corner, energy:SHARE, fraction:SHARE"
         raise UserError(f"There is no rank rule '{rule}'.{did_you_mean(name, RULES)} Known: {known}.")
     if not share:

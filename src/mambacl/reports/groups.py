@@ -9,7 +9,8 @@ import numpy as np
 
 from mambacl.reports.runs import Floats, RunRecord
 
-SEED_KEYS = ("seed", "out", "stream.order_seed", "device")  # in these, the runs of a group may differ
+SEED_KEYS = ("seed", "out", "stream.order_seed", "device", "training.workers", "training.eval_batch_size")
+"""in these, the runs of a group may differ"""
 SHOWN_DIFFERENCES = 3
 
 

@@ -1,4 +1,4 @@
-"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `html`."""
+"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `markup`."""
 
 import csv
 import io

@@ -19,7 +19,7 @@ from mambacl.errors import UserError
 from mambacl.tensorfile import ALIAS
 
 SCHEMA = 1
-NULLSPACE_FILE = re.compile(r"nullspace-(\d+)\.safetensors")
+NULLSPACE_FILE = re.compile(r"task-(\d+)\.safetensors")
 
 Floats = NDArray[np.float64]
 

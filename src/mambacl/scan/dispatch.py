@@ -52,7 +52,8 @@ def selective_scan(
 
     backend = chosen_backend(x, A, backend)
     if backend == "reference":
-        y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
+        with torch.autocast(u.device.type, enabled=False):
+            y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
     else:
         if bias is not None:
             dt = dt + bias[:, None]
@@ -106,7 +107,8 @@ def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto") -> str:
 @torch.library.custom_op("mambacl::scan", mutates_args=())
 def _scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Output, last state, and what the backend keeps for the backward besides its inputs."""
-    y, last, kept = BACKENDS[backend].forward(u, delta, A, B, C)
+    with torch.autocast(u.device.type, enabled=False):
+        y, last, kept = BACKENDS[backend].forward(u, delta, A, B, C)
     return y.contiguous(), last.contiguous(), kept
 
 
@@ -114,7 +116,8 @@ def _scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, backend: st
 def _scan_backward(
     dy: Tensor, dlast: Tensor, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, kept: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    du, ddelta, dA, dB, dC = BACKENDS[backend].backward(dy, dlast, u, delta, A, B, C, kept)
+    with torch.autocast(u.device.type, enabled=False):
+        du, ddelta, dA, dB, dC = BACKENDS[backend].backward(dy, dlast, u, delta, A, B, C, kept)
     return du.contiguous(), ddelta.contiguous(), dA.contiguous(), dB.contiguous(), dC.contiguous()
 
 

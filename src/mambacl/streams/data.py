@@ -1,7 +1,8 @@
 """What a data set is: named classes and two splits of labelled images, in memory or on disk."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,8 @@ class Images(Protocol):
 
     def digest(self) -> str: ...
 
+    def check(self) -> None: ...
+
     def subset(self, indices: NDArray[np.int64]) -> "Images": ...
 
 
@@ -38,6 +41,9 @@ class ArrayImages:
         pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[index]))
         return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
+    def check(self) -> None:
+        return
+
     def digest(self) -> str:
         content = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         content.update(self.labels.tobytes())
@@ -47,6 +53,22 @@ class ArrayImages:
         return ArrayImages(self.pixels[indices], self.labels[indices])
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path) as file:
+            yield file
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as an image ({error}): mend or remove it.") from None
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey images of 16 bits by their upper eight, which Pillow would cut off at 255."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+    return image
+
+
 class FileImages:
     """Image files, decoded when asked for. The digest covers names, sizes and labels, not the pixels."""
 
@@ -54,13 +76,15 @@ class FileImages:
         self.root, self.files, self.labels = root, list(files), np.asarray(labels, dtype=np.int64)
 
     def image(self, index: int) -> Tensor:
-        path = self.files[index]
-        try:
-            with Image.open(path) as file:
-                pixels = np.array(ImageOps.exif_transpose(file).convert("RGB"))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{path} cannot be read as an image ({error}): mend or remove it.") from None
+        with _opened(self.files[index]) as file:
+            pixels = np.array(_eight_bits(ImageOps.exif_transpose(file)).convert("RGB"))
         return torch.from_numpy(pixels).permute(2, 0, 1)
+
+    def check(self) -> None:
+        """Reads the head of every file, so that a bad one is found before the first task is trained."""
+        for path in self.files:
+            with _opened(path):
+                pass
 
     def digest(self) -> str:
         content = hashlib.sha256(self.labels.tobytes())
@@ -106,4 +130,5 @@ def open_dataset(name: str, root: str | Path | None) -> DataSet:
         if (present == 0).any():
             empty = dataset.class_names[int(np.argmin(present))]
             raise UserError(f"The class '{empty}' of {name} has no {split} images; add some, or remove the class.")
+        images.check()
     return dataset

@@ -37,10 +37,14 @@ def _split(folder: Path, class_names: list[str]) -> FileImages:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(class_names):
-        found = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        found = sorted(path for path in (folder / name).rglob("*") if _is_image(path))
         paths += found
         labels += [label] * len(found)
     return FileImages(folder, paths, np.array(labels, dtype=np.int64))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 DATASETS.add("folders", image_folders)

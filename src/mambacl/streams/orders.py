@@ -49,6 +49,8 @@ def class_order(order: str | Sequence[int], classes: int, seed: int | None = Non
             known = ", ".join(ORDERS)
             hint = did_you_mean(order, ORDERS)
             raise UserError(f"There is no class order '{order}'.{hint} Known: {known}, or a list of class numbers.")
+        if seed is not None and not 0 <= seed < 2**32:
+            raise UserError(f"order_seed must lie between 0 and 2^32 - 1, got {seed}.")
         function, usual = ORDERS[order]
         return function(classes, usual if seed is None else seed)
     if sorted(order) != list(range(classes)):

@@ -90,14 +90,7 @@ class Stream:
         batches = [list(picks[i : i + batch_size]) for i in range(0, len(picks), batch_size)]
         if self.workers == 0:
             return _Direct(view, batches)
-        loader: DataLoader[Any] = DataLoader(
-            view,
-            batch_sampler=batches,
-            num_workers=self.workers,
-            collate_fn=_already_collated,
-            pin_memory=torch.cuda.is_available(),
-        )
-        return loader
+        return _WithWorkers(view, batches, self.workers)
 
     def describe(self) -> dict[str, Any]:
         """What identifies the stream, for stream.json and results.json."""
@@ -144,6 +137,32 @@ class _Direct:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.view.__getitems__(batch) for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class _WithWorkers:
+    """PyTorch's loader: other processes prepare the batches."""
+
+    view: _View
+    batches: list[list[Pick]]
+    workers: int
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            self.view,
+            batch_sampler=self.batches,
+            num_workers=self.workers,
+            collate_fn=_already_collated,
+            pin_memory=torch.cuda.is_available(),
+        )
+        try:
+            yield from loader
+        except UserError as error:  # comes with the worker's whole traceback; its last line is ours
+            sentence = str(error).strip().splitlines()[-1]
+            raise UserError(sentence.removeprefix(f"{UserError.__module__}.UserError: ")) from None
 
 
 def _already_collated(batch: Any) -> Any:

@@ -41,6 +41,9 @@ class TransformConfig:
             raise UserError(f"image_size must be positive, got {self.image_size}.")
         if self.resize is not None and (self.image_size is None or self.resize < self.image_size):
             raise UserError("resize must be at least image_size, which must be given with it.")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and (len(values) != 3 or (name == "std" and min(values) <= 0)):
+                raise UserError(f"{name} must be three numbers (those of std positive), got {values}.")
 
 
 class Transforms:
@@ -53,16 +56,17 @@ class Transforms:
         self.mean = torch.tensor(config.mean or mean).view(1, 3, 1, 1)
         self.std = torch.tensor(config.std or std).view(1, 3, 1, 1)
         self.augment = _augmentation(config.augment, self.size, self.mode)
+        self.crops_itself = config.augment.startswith("autoaugment")
 
     def evaluate(self, image: Tensor) -> Tensor:
         return TF.center_crop(self._resized(image, self.resize), [self.size, self.size])
 
     def train(self, image: Tensor, seed: int) -> Tensor:
         if self.augment is None:
-            return self._resized(image, self.size)
+            return self.evaluate(image)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self._resized(self.augment(image), self.size)
+            return self.augment(image if self.crops_itself else self.evaluate(image))
 
     def normalize(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self.mean) / self.std
@@ -78,9 +82,8 @@ def _augmentation(name: Augment, size: int, mode: InterpolationMode) -> Callable
         return None
     if name == "flip":
         return v2.RandomHorizontalFlip()
-    if name == "crop-flip":  # at the size of the input; the images are brought to it first
-        resized = v2.Resize([size, size], interpolation=mode, antialias=True)
-        return v2.Compose([resized, v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()])
+    if name == "crop-flip":
+        return v2.Compose([v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()])
     policy = {"autoaugment-cifar": v2.AutoAugmentPolicy.CIFAR10, "autoaugment-imagenet": v2.AutoAugmentPolicy.IMAGENET}
     crop = v2.RandomResizedCrop(size, interpolation=mode, antialias=True)
     return v2.Compose([v2.AutoAugment(policy[name]), crop])

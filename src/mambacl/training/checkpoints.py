@@ -3,13 +3,14 @@
 `checkpoints/` holds the backbone as it was at the start (once), what the method keeps from finished tasks (a file a
 task, the last two), and `last.safetensors` (each epoch): trained parameters, optimizer, random states, position and
 counts. The latter is the point of commitment: it names the others, and replaces its predecessor, which stays as
-`previous.safetensors`.
+`previous.safetensors`. `task-end.safetensors` is the last one that was written at the end of a task.
 """
 
 import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from mambacl.log import logger
 from mambacl.tensorfile import read_tensors, write_tensors
 from mambacl.training.folder import RunFolder
 
-LAST, PREVIOUS, BACKBONE = "last.safetensors", "previous.safetensors", "backbone.safetensors"
+LAST, PREVIOUS, TASK_END = "last.safetensors", "previous.safetensors", "task-end.safetensors"
+BACKBONE = "backbone.safetensors"
+TASK_FILE = re.compile(r"task-(\d+)\.safetensors")
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Position:
     metrics_length: int = 0
     task_file: str | None = None
     """file with the method's state from finished tasks"""
+    peak_memory: int = 0
 
 
 def save_backbone(folder: RunFolder, model: nn.Module) -> None:
@@ -47,14 +51,18 @@ def save_backbone(folder: RunFolder, model: nn.Module) -> None:
 
 
 def load_backbone(folder: RunFolder, model: nn.Module) -> None:
-    model.load_state_dict(read_tensors(folder.checkpoints / BACKBONE)[0])
+    path = folder.checkpoints / BACKBONE
+    try:
+        model.load_state_dict(read_tensors(path)[0])
+    except RuntimeError:
+        raise UserError(f"{path} does not fit the model that config.yaml describes: was it edited?") from None
 
 
 def save_task_state(folder: RunFolder, task: int, state: Mapping[str, Tensor], text: dict[str, str]) -> str | None:
     """The method's state at the end of a task; the one before stays until this task's checkpoint is written."""
     if not state:
         return None
-    name = f"nullspace-{task:02d}.safetensors"
+    name = f"task-{task:02d}.safetensors"
     write_tensors(folder.checkpoints / name, state, text)
     return name
 
@@ -71,9 +79,11 @@ def save(
     if last.exists():
         _keep_as(last, folder.checkpoints / PREVIOUS)
     write_tensors(last, tensors, text)
-    kept = {position.task_file, _previous_task_file(position.task_file)}
-    for path in folder.checkpoints.glob("nullspace-*.safetensors"):
-        if path.name not in kept:
+    if position.epoch == 0:
+        _keep_as(last, folder.checkpoints / TASK_END)
+    for path in folder.checkpoints.glob("task-*.safetensors"):
+        number = TASK_FILE.fullmatch(path.name)
+        if number and int(number[1]) < position.task - 2:  # what the last and the previous checkpoint name stays
             path.unlink()
 
 
@@ -84,12 +94,6 @@ def _keep_as(path: Path, other: Path) -> None:
         os.link(path, other)
     except OSError:
         shutil.copyfile(path, other)
-
-
-def _previous_task_file(name: str | None) -> str | None:
-    if name is None:
-        return None
-    return f"nullspace-{int(name.removeprefix('nullspace-').split('.')[0]) - 1:02d}.safetensors"
 
 
 @dataclass
@@ -105,8 +109,13 @@ class Checkpoint:
         restore_random_state(self.random_tensors, self.random_text)
 
 
+def load_task_end(folder: RunFolder) -> Checkpoint | None:
+    """The checkpoint at the end of the latest finished task, or None before the first."""
+    return _read(folder, TASK_END) if (folder.checkpoints / TASK_END).exists() else None
+
+
 def load(folder: RunFolder) -> Checkpoint | None:
-    """The latest whole checkpoint, or None before the first."""
+    """The latest whole checkpoint, or None before the first. A damaged one gives way to the one before."""
     damaged: UserError | None = None
     for name in (LAST, PREVIOUS):
         if not (folder.checkpoints / name).exists():
@@ -117,6 +126,8 @@ def load(folder: RunFolder) -> Checkpoint | None:
             logger.warning("%s Trying the checkpoint before it.", error)
             damaged = error
             continue
+        if damaged is not None:
+            _keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST)
         return checkpoint
     if damaged is not None:
         raise UserError(f"{damaged} No whole checkpoint is left: start the run again with --overwrite.")
@@ -176,7 +187,7 @@ def random_state() -> tuple[dict[str, Tensor], str]:
 def restore_random_state(tensors: Mapping[str, Tensor], text: str) -> None:
     torch.set_rng_state(tensors["torch"])
     if torch.cuda.is_available():
-        states = [tensors[name] for name in sorted(tensors) if name.startswith("cuda.")]
+        states = [tensors[f"cuda.{i}"] for i in range(sum(name.startswith("cuda.") for name in tensors))]
         if len(states) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(states)
     states_by_library = json.loads(text)

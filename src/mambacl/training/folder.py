@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,16 +39,18 @@ class RunFolder:
         write_bytes(self.path / "config.yaml", config.as_yaml().encode())
 
     def clear(self) -> None:
-        """Removes what a run writes, and nothing else that may lie there."""
-        files = "config.yaml stream.json metrics.jsonl results.json error.log report.html table.md table.tex table.csv"
+        """Removes what a run writes, checkpoints first and config.yaml last, and nothing else that may lie there."""
+        for path in self.checkpoints.glob("*.safetensors"):
+            path.unlink()
+        for path in (self.path / "figures").glob("*.png") if self.exists() else ():
+            path.unlink()
+        files = "metrics.jsonl results.json error.log report.html table.md table.tex table.csv stream.json config.yaml"
         for name in files.split():
             (self.path / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "figures"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def config(self) -> RunConfig:
         path = self.path / "config.yaml"
-        return from_dict(parse_yaml(path.read_text(), str(path)))
+        return from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
 
     def stream(self) -> dict[str, Any]:
         return self.read_json("stream.json")
@@ -60,7 +61,7 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         path = self.path / name
         try:
-            return json.loads(path.read_text())
+            return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(
                 f"{path} is missing: the run cannot be continued; start it again with --overwrite."
@@ -72,7 +73,7 @@ class RunFolder:
         write_bytes(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        with open(self.metrics, "a") as out:
+        with open(self.metrics, "a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
 
     def metrics_length(self) -> int:
@@ -86,8 +87,8 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time; the lock ends with the process, however it ends."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        with open(self.checkpoints / ".lock", "w") as lock:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as lock:
             if fcntl is not None:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

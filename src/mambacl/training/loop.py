@@ -65,9 +65,12 @@ class Loop:
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Trains from the beginning, or from a checkpoint, to the end; returns the results."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         if checkpoint is not None:
             self._restore(checkpoint)
         else:
+            self.folder.truncate_metrics(0)
             self.write_results("running")
         for task in range(self.position.task, len(self.stream.tasks)):
             self._train_task(task)
@@ -205,6 +208,7 @@ class Loop:
 
     def write_results(self, status: str) -> dict[str, Any]:
         position, total = self.position, self.stream.test_counts()
+        position.peak_memory = max(position.peak_memory, peak_memory(self.device))
         seconds = {phase: position.seconds.get(phase, 0.0) for phase in PHASES}
         results = {
             "schema": 1,
@@ -215,7 +219,7 @@ class Loop:
             "metrics": all_metrics(position.correct, total),
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
-            "peak_memory_bytes": peak_memory(self.device),
+            "peak_memory_bytes": position.peak_memory,
             "versions": versions(),
         }
         self.folder.write_json("results.json", results)

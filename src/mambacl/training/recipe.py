@@ -4,6 +4,7 @@ A recipe is apart from the null space's setting: any of the one goes with any of
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +53,8 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise UserError(f"training.{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("lr", "head_lr", "weight_decay", "decay_rate", "workers"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"training.{name} must not be negative, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"training.{name} must be a number from 0 on, got {getattr(self, name)}.")
         if self.passes % self.passes_per_epoch:
             raise UserError(
                 f"training.passes ({self.passes}) must be a multiple of passes_per_epoch ({self.passes_per_epoch})."

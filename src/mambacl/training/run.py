@@ -5,7 +5,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,22 @@ def train(
                 "choose another --out, or --overwrite to replace it."
             )
         return _continue(folder, resolved)
-    parts = _build(resolved, resolved.pretrained)  # fails before anything is written or removed
+    parts = _build(resolved)  # fails before anything is written or removed
     with folder.locked():
-        if overwrite:
-            folder.clear()
+        folder.clear()
         folder.create(resolved, parts.stream.describe())
         checkpoints.save_backbone(folder, parts.model)
         return _work(folder, parts, None)
 
 
-def resume(path: str | Path) -> Run:
-    """Continues a run where its last checkpoint stands."""
+def resume(path: str | Path, device: str | None = None) -> Run:
+    """Continues a run where its last checkpoint stands, on its own device or another."""
     folder = RunFolder.existing(path)
-    return _continue(folder, folder.config())
+    return _continue(folder, _on_device(folder.config(), device))
+
+
+def _on_device(config: RunConfig, device: str | None) -> RunConfig:
+    return config if device is None else dataclasses.replace(config, device=device)
 
 
 def _continue(folder: RunFolder, config: RunConfig) -> Run:
@@ -87,11 +90,10 @@ def _continue(folder: RunFolder, config: RunConfig) -> Run:
         return Run(folder.path, results)
     with folder.locked():
         started = (folder.checkpoints / checkpoints.BACKBONE).exists()
-        parts = _build(config, False if started else config.pretrained)
+        parts = _build(config, folder if started else None)
         _check_stream(folder, parts.stream)
-        if started:
-            checkpoints.load_backbone(folder, parts.model)
-        else:
+        if not started:
+            folder.checkpoints.mkdir(exist_ok=True)
             checkpoints.save_backbone(folder, parts.model)
         checkpoint = checkpoints.load(folder) if started else None
         if checkpoint is not None:
@@ -100,23 +102,26 @@ def _continue(folder: RunFolder, config: RunConfig) -> Run:
         return _work(folder, parts, checkpoint)
 
 
-def evaluate(path: str | Path, batch_size: int | None = None) -> Evaluation:
-    """Evaluates a run's last checkpoint again over all tasks learned by then; its files stay as they are.
+def evaluate(path: str | Path, batch_size: int | None = None, device: str | None = None) -> Evaluation:
+    """Evaluates a run as it was at the end of its latest task, over all tasks learned by then; its files stay as they
+    are.
 
     `batch_size` changes nothing but the speed.
     """
     folder = RunFolder.existing(path)
-    config = folder.config()
+    config = _on_device(folder.config(), device)
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
-    checkpoint = checkpoints.load(folder)
-    if checkpoint is None or checkpoint.position.task == 0:
+    checkpoint = checkpoints.load_task_end(folder)
+    if checkpoint is None:
         raise UserError(f"{path} has not finished a task yet: `mambacl resume {path}` first.")
-    parts = _build(config, False)
+    parts = _build(config, folder)
     _check_stream(folder, parts.stream)
-    checkpoints.load_backbone(folder, parts.model)
     loop = parts.loop(folder)
-    parts.method.load_state_dict(checkpoint.method_state)
+    try:
+        parts.method.load_state_dict(checkpoint.method_state)
+    except (KeyError, RuntimeError):
+        raise UserError(f"The checkpoint of {path} does not fit its config.yaml: was it edited?") from None
     counted = loop.evaluate(checkpoint.position.task - 1)
     return Evaluation(counted, checkpoint.position.correct[-1], parts.stream.test_counts()[: len(counted)])
 
@@ -152,11 +157,15 @@ class _Parts:
         return Loop(self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed)
 
 
-def _build(config: RunConfig, pretrained: bool | str) -> _Parts:
+def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
+    """Model, stream and method; the model as `folder` has it, or as it is before any training."""
     method_class = METHODS.get(config.method)
     device = pick_device(config.device)
     torch.manual_seed(config.seed)  # for what no checkpoint fills
+    pretrained = config.pretrained if folder is None else False
     model = create_model(config.backbone, num_classes=0, pretrained=pretrained, **config.backbone_options)
+    if folder is not None:
+        checkpoints.load_backbone(folder, model)
     data: Any = model.default_cfg
     stream = open_stream(
         config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
@@ -184,20 +193,26 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
         with _terminable(), loop.display:
             return Run(folder.path, loop.run(checkpoint))
     except KeyboardInterrupt:
-        loop.write_results("interrupted")
+        _note_end(loop, "interrupted")
         logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
         raise
     except (UserError, TrainingError) as error:
-        loop.write_results("failed")
+        _note_end(loop, "failed")
         raise TrainingError(f"{error} (`mambacl resume {folder.path}` continues from the last checkpoint)") from error
     except Exception as error:
-        loop.write_results("failed")
+        _note_end(loop, "failed")
         log = folder.path / "error.log"
-        log.write_text(traceback.format_exc())
+        with suppress(OSError):
+            log.write_text(traceback.format_exc(), encoding="utf-8")
         raise TrainingError(
             f"{type(error).__name__}: {error} (the whole story is in {log}; `mambacl resume {folder.path}` continues "
             "from the last checkpoint)"
         ) from error
+
+
+def _note_end(loop: Loop, status: str) -> None:
+    with suppress(OSError):  # a full disk may be what ended the run
+        loop.write_results(status)
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
@@ -211,13 +226,13 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
                 yield prefix + key, value
 
     a, b = dict(flat(one.as_dict())), dict(flat(other.as_dict()))
-    immaterial = {"out", "training.workers", "training.eval_batch_size"}
+    immaterial = {"out", "device", "training.workers", "training.eval_batch_size"}
     return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in immaterial]
 
 
 def _check_stream(folder: RunFolder, stream: Stream) -> None:
     saved, now = folder.stream(), stream.describe()
-    differing = [key for key in now if saved.get(key) != now[key]]
+    differing = [key for key in now if key != "dataset" and saved.get(key) != now[key]]  # the folder's name is free
     if differing:
         raise UserError(
             f"The data are not those that {folder.path} was trained on (stream.json differs in {differing[0]}): "
