@@ -15,9 +15,9 @@ fi
 
 if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "$folder"
-elif "$python" -m pip --version >/dev/null 2>&1; then
-    "$python" -m venv --without-pip "$folder"
-    "$python" -m pip --quiet --python "$folder/bin/python" install pip
+elif "$python" -m pip --version >/dev/null 2>&1 && "$python" -m venv --without-pip "$folder" &&
+    "$python" -m pip --quiet --python "$folder/bin/python" install pip; then
+    :
 elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     echo "Installing Debian's package python$version-venv, which Python needs to make an environment."
