@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-STEP_ELEMENTS = {"cpu": 3 << 14, "cuda": 1 << 22}  # states of a tile at one time
+STEP_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 22}  # states of a tile at one time
 TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # states of a tile at all its times
 
 
@@ -75,10 +75,17 @@ def _tile_sizes(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, int, int]:
     """Images, channels of each group and times in a tile: by shape and device, whatever the number of threads."""
     device = u.device.type if u.device.type in STEP_ELEMENTS else "cuda"
     shared = B.shape[2] * A.shape[1]
-    channels = max(1, min(u.shape[2] // B.shape[2], STEP_ELEMENTS[device] // shared))
-    images = max(1, min(u.shape[0], STEP_ELEMENTS[device] // (shared * channels)))
-    times = max(1, min(u.shape[1], TILE_ELEMENTS[device] // (shared * channels * images)))
+    width = u.shape[2] // B.shape[2]
+    channels = _evenly(width, STEP_ELEMENTS[device] // shared)
+    images = _evenly(u.shape[0], STEP_ELEMENTS[device] // (shared * channels))
+    times = _evenly(u.shape[1], TILE_ELEMENTS[device] // (shared * channels * images))
     return images, channels, times
+
+
+def _evenly(total: int, most: int) -> int:
+    """The size of parts, at most `most`, so that as few as possible cover the total and none is a small rest."""
+    parts = -(-total // max(1, most))
+    return -(-total // parts)
 
 
 class _Tiles:
