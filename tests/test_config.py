@@ -1,5 +1,6 @@
 """Configurations: presets, files, overrides, and the sentence that a mistake gets."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,12 @@ def test_yaml_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not valid YAML"):
         parse_yaml(f"a: !!python/object/apply:pathlib.Path.touch [{mark}]", "file")
     assert not mark.exists()
+
+
+def test_no_placeholder_is_left_in_the_documentation() -> None:
+    root = Path(__file__).parents[1]
+    for path in [root / "README.md", *(root / "docs").glob("*.md"), *(root / "src/mambacl/presets").glob("*.yaml")]:
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("DEMO_", "SPEED_TABLE", "TODO", " xx")), path
+        for link in re.findall(r"\]\(((?:docs/)?[\w/.-]+)\)", text):
+            assert (path.parent / link).exists(), f"{path}: {link}"

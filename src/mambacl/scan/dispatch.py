@@ -55,16 +55,18 @@ def selective_scan(
         with torch.autocast(u.device.type, enabled=False):
             y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
     else:
+        B, C = _tokens_first(B, x), _tokens_first(C, x)
+        x, dt = x.mT.contiguous(), dt.mT.contiguous()  # (b, l, d) from here on: one layout for every operation
         if bias is not None:
-            dt = dt + bias[:, None]
+            dt = dt + bias
         if delta_softplus:
             dt = F.softplus(dt)
-        y, last = scan_tokens(x.mT, dt.mT, A, _tokens_first(B, x), _tokens_first(C, x), backend)
-        y = y.mT
+        y, last = scan_tokens(x, dt, A, B, C, backend)
         if D is not None:
-            y = y + D[:, None] * x
+            y = torch.addcmul(y, D, x)
         if z is not None:
-            y = y * F.silu(z)
+            y = y * F.silu(z.mT.contiguous())
+        y = y.mT.contiguous()
     y = y.to(u.dtype)
     return (y, last) if return_last_state else y
 
