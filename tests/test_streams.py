@@ -188,7 +188,7 @@ def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     dataset = open_dataset("folders", tmp_path)
     (tmp_path / "test" / "bee" / "1.png").write_bytes(b"not a picture")
     with pytest.raises(UserError, match=r"1\.png cannot be read as an image"):
-        open_dataset("folders", tmp_path)  # before any training
+        dataset.check()  # before any training
     with pytest.raises(UserError, match=r"1\.png cannot be read as an image"):
         dataset.test.image(3)
     transforms = Transforms(TransformConfig(), 8, MEAN, STD)

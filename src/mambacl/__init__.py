@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.nullspace import NullSpace
+    from mambacl.reports import write_report as report
     from mambacl.scan import selective_scan
     from mambacl.training.run import Run, evaluate, resume, train
 
@@ -19,17 +20,18 @@ _HOMES = {
     "selective_scan": "mambacl.scan",
     "Run": "mambacl.training.run",
     "evaluate": "mambacl.training.run",
+    "report": "mambacl.reports",
     "resume": "mambacl.training.run",
     "train": "mambacl.training.run",
 }
 
-__all__ = ["NullSpace", "Run", "create_model", "evaluate", "list_models", "resume", "selective_scan", "train"]
+__all__ = ["NullSpace", "Run", "create_model", "evaluate", "list_models", "report", "resume", "selective_scan", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mambacl' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), "write_report" if name == "report" else name)
 
 
 def __dir__() -> list[str]:

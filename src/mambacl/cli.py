@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ def train(arguments: Sequence[str]) -> int:
     parser.add_argument("preset", nargs="?", help=f"a preset ({', '.join(preset_names())}) or the path of a YAML file")
     parser.add_argument("--compare", default=None, help="further methods, with commas, to train on the same stream")
     parser.add_argument("--overwrite", action="store_true", help="train anew where the run folder holds a run already")
+    if "-h" in arguments or "--help" in arguments:
+        print(re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", parser.format_help()))
+        return 0
     _check_options(arguments, parser)
     try:
         given = parser.parse_args(list(arguments), defaults=False).as_dict()
@@ -51,7 +55,12 @@ def train(arguments: Sequence[str]) -> int:
         out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
         configs.append(resolve(preset, {**given, "method": method, "out": out}))
         METHODS.get(method)  # a mistake in the last is found before the first is trained
-    runs = [run_training(config, overwrite=overwrite) for config in configs]
+    try:
+        runs = [run_training(config, overwrite=overwrite) for config in configs]
+    except KeyboardInterrupt:
+        if len(configs) > 1:
+            print("mambacl: the same command again continues the whole comparison.", file=sys.stderr)
+        raise
     return _show(runs, first)
 
 
@@ -133,6 +142,10 @@ def report(arguments: Sequence[str]) -> int:
     parser.add_argument("--format", choices=("text", "markdown", "latex"), default="text", help="of the printed table")
     given = parser.parse_args(arguments)
     runs = list({path.resolve(): path for path in given.runs}.values())
+    pages = [path for path in runs if (path / "table.csv").exists() and not (path / "config.yaml").exists()]
+    if pages and len(pages) < len(runs):  # as in `mambacl report runs/*`
+        print(f"Left out, being comparisons themselves: {', '.join(map(str, pages))}", file=sys.stderr)
+        runs = [path for path in runs if path not in pages]
     page = write_report(runs, given.out)
     table = comparison_table([load_run(path) for path in runs])
     print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](table))
@@ -178,7 +191,7 @@ def convert(arguments: Sequence[str]) -> int:
     parser.add_argument("--key", default=None, help="entry that holds the weights, such as model_ema")
     given = parser.parse_args(arguments)
     account = convert_file(given.file, given.out, given.key)
-    print(f"{len(account.loaded)} tensors written to {given.out}.")
+    print(f"Tensors written to {given.out}: {len(account.loaded)}.")
     if account.inert:
         print(f"Foreign classes made inert: {', '.join(account.inert)}.")
     return 0

@@ -32,7 +32,7 @@ class RunConfig:
     """One run"""
 
     name: str = "run"
-    """what the run is called: its preset's or file's name"""
+    """what the run is called: its preset's, file's or image folder's name"""
     method: str = "mamba-cl"
     """continual-learning method; `mambacl methods` lists them"""
     backbone: str = "defocus_mamba_nano"
@@ -104,7 +104,10 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     values: dict[str, Any] = {}
     for layer in ({"setting": "paper", "recipe": "paper"}, base, overrides):
         values = _with_layer(values, _nested(layer))
-    return _with_absolute_paths(from_dict(values))
+    config = _with_absolute_paths(from_dict(values))
+    if config.name in ("run", "images") and config.stream.dataset == "folders" and config.stream.root is not None:
+        return dataclasses.replace(config, name=Path(config.stream.root).name)  # runs of several folders keep apart
+    return config
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -43,6 +43,8 @@ def selective_scan(
     dtype of the computation. `backend`: "auto", "reference", "torch" (any device) or "native" (C++, CPU).
     """
     _check_shapes(u, delta, A, B, C, D, z, delta_bias)
+    if not u.is_floating_point():
+        raise UserError(f"selective_scan takes floating-point tensors, got u of {u.dtype}; convert it with u.float().")
     dtype = torch.float32
     for tensor in (u, delta, A, B, C, D, z, delta_bias):
         if tensor is not None:

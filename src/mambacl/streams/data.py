@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,14 @@ class FileImages:
         return torch.from_numpy(pixels).permute(2, 0, 1)
 
     def check(self) -> None:
-        """Reads the head of every file, so that a bad one is found before the first task is trained."""
-        for path in self.files:
-            with _opened(path):
-                pass
+        """Decodes every file, so that a bad one is found before the first task is trained."""
+
+        def decode(path: Path) -> None:
+            with _opened(path) as file:
+                file.load()
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(decode, self.files))
 
     def digest(self) -> str:
         content = hashlib.sha256(self.labels.tobytes())
@@ -108,6 +113,11 @@ class DataSet:
         parts = "\n".join([*self.class_names, self.train.digest(), self.test.digest()])
         return hashlib.sha256(parts.encode()).hexdigest()
 
+    def check(self) -> None:
+        """Raises a `UserError` for an image that cannot be read."""
+        self.train.check()
+        self.test.check()
+
     def limited(self, train_per_class: int | None) -> "DataSet":
         """The first so many training images of each class; all of them if None."""
         if train_per_class is None:
@@ -130,5 +140,4 @@ def open_dataset(name: str, root: str | Path | None) -> DataSet:
         if (present == 0).any():
             empty = dataset.class_names[int(np.argmin(present))]
             raise UserError(f"The class '{empty}' of {name} has no {split} images; add some, or remove the class.")
-        images.check()
     return dataset

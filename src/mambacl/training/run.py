@@ -60,12 +60,14 @@ def train(
     if folder.exists() and not overwrite:
         differing = differences(folder.config(), resolved)
         if differing:
+            _build(resolved)  # a mistake in the configuration is the better answer
             raise UserError(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
-                "choose another --out, or --overwrite to replace it."
+                "choose another name or out, or overwrite it (--name, --out, --overwrite)."
             )
         return _continue(folder, resolved)
     parts = _build(resolved)  # fails before anything is written or removed
+    parts.stream.dataset.check()
     with folder.locked():
         folder.clear()
         folder.create(resolved, parts.stream.describe())
@@ -86,7 +88,7 @@ def _on_device(config: RunConfig, device: str | None) -> RunConfig:
 def _continue(folder: RunFolder, config: RunConfig) -> Run:
     results = folder.results()
     if results.get("status") == "finished":
-        logger.info("%s is finished; it is shown as it is (--overwrite trains it again).", folder.path)
+        logger.info("%s is finished and shown as it is; overwrite (--overwrite) trains it again.", folder.path)
         return Run(folder.path, results)
     with folder.locked():
         started = (folder.checkpoints / checkpoints.BACKBONE).exists()
@@ -133,6 +135,24 @@ class _Parts:
     stream: Stream
     method: Method
     device: torch.device
+
+    def overview(self) -> str:
+        """What is about to be learned, and what a reader should know about it."""
+        stream, recipe = self.stream, self.config.training
+        tasks, size = stream.tasks, stream.transforms.size
+        images = f"{len(stream.dataset.train.labels)} training and {len(stream.dataset.test.labels)} test images"
+        first = ", ".join(stream.dataset.class_names[c] for c in tasks[0][:6]) + (", ..." if len(tasks[0]) > 6 else "")
+        lines = [
+            f"{stream.dataset.name}: {len(stream.class_order)} classes in {len(tasks)} tasks (first: {first}), "
+            f"{images}, {size} px, on {self.device}"
+        ]
+        if min(len(task) for task in tasks) == 1:
+            lines.append("A task of a single class has nothing to learn from: its classifier knows no other answer.")
+        if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
+            lines.append(
+                f"With {recipe.passes} passes the learning rate never falls (decay_after {recipe.decay_after})."
+            )
+        return "\n".join(lines)
 
     def steps(self, task: int) -> int:
         """Steps in an epoch of a task."""
@@ -188,6 +208,7 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
         done += parts.steps(position.task) * position.epoch if position.epoch else 0
     else:
         logger.info("%s: %s; to %s", config.method, parts.method.summary, folder.path)
+        logger.info("%s", parts.overview())
     loop = parts.loop(folder, done)
     try:
         with _terminable(), loop.display:
