@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -792,3 +793,13 @@ def test_values_of_the_wrong_kind_are_refused(tiny_model, wrong):
 def test_an_unknown_kind_in_an_ablation_is_refused():
     with pytest.raises(UserError, match="no kind 'W_x'"):
         ablation("W_x")
+
+
+def test_it_says_how_much_is_protected(tiny_model, caplog):
+    caplog.set_level("INFO", logger="mambacl")
+    logging.getLogger("mambacl").propagate = True
+    NullSpace(tiny_model(), rank="corner").consolidate([images()])
+    assert "energy:0.9 would protect more" in caplog.text
+    caplog.clear()
+    NullSpace(tiny_model(), rank="energy:0.9").consolidate([images()])
+    assert "protected after task 1: " in caplog.text and "would protect more" not in caplog.text

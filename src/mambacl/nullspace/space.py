@@ -186,12 +186,9 @@ class NullSpace:
         shares = sorted((len(d.spectrum) - d.rank, len(d.spectrum)) for d in self._decompositions.values())
         if shares:
             count, size = shares[len(shares) // 2]
-            few = (
-                "; the rank rule leaves nearly all free, and energy:0.9 would protect more"
-                if count < 0.1 * size
-                else ""
-            )
-            logger.info("protected after task %d: %d of %d directions (median)%s", self.tasks, count, size, few)
+            few = "corner" in self.setting.rank and count < 0.1 * size
+            hint = "; the corner leaves nearly all free, energy:0.9 would protect more" if few else ""
+            logger.info("protected after task %d: %d of %d directions (median)%s", self.tasks, count, size, hint)
 
     def _install(self, covariances: dict[Key, Tensor], decompositions: dict[Key, Decomposition], tasks: int) -> None:
         self._covariances, self._decompositions, self.tasks = covariances, decompositions, tasks
