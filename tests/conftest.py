@@ -67,3 +67,18 @@ def tiny_model() -> Callable[..., nn.Module]:
         return model.eval()
 
     return build
+
+
+@pytest.fixture
+def source(tiny_model):
+    return tiny_model(num_classes=3)
+
+
+@pytest.fixture
+def target(tiny_model):
+    """A model of the same kind with other values everywhere."""
+    model = tiny_model(num_classes=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    return model

@@ -122,7 +122,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} right  {right / total[task]:6.1%}")
-    print(f"over tasks {sum(r / n for r, n in zip(row, total, strict=False)) / len(row):.2%}, "
+    print(f"over tasks {sum(r / n for r, n in zip(row, total, strict=True)) / len(row):.2%}, "
           f"over images {sum(row) / sum(total[: len(row)]):.2%}")  # fmt: skip
     if row == recorded:
         print("These are the counts that the run recorded.")

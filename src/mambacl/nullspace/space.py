@@ -232,9 +232,9 @@ class NullSpace:
         for part, key in self._protected():
             if key in self._decompositions:
                 decomposition = self._decompositions[key]
-                tensors = (self._covariances[key], decomposition.spectrum, decomposition.basis)
-                state |= {f"{part.name}.{word}": tensor for word, tensor in zip(WORDS, tensors, strict=False)}
-                state[f"{part.name}.rank"] = torch.tensor(decomposition.rank)
+                rank = torch.tensor(decomposition.rank)
+                tensors = (self._covariances[key], decomposition.spectrum, decomposition.basis, rank)
+                state |= {f"{part.name}.{word}": tensor for word, tensor in zip(WORDS, tensors, strict=True)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

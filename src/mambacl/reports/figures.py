@@ -183,7 +183,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     axes.scatter(numbers, best, s=size, facecolor="white", edgecolor=COLOURS[1], linewidth=1.4, zorder=3)
     axes.scatter(numbers, now, s=size, color=COLOURS[0], marker="s", zorder=3)
     if done <= MOST_NUMBERS:
-        for number, high, low in zip(numbers[:-1], np.fmax(best, now), best - now, strict=False):
+        for number, high, low in zip(numbers[:-1], np.fmax(best, now)[:-1], (best - now)[:-1], strict=True):
             if np.isfinite(low):
                 loss = one_decimal(-low).replace("-", MINUS)
                 loss = loss if low >= 0 or loss == "0.0" else f"+{loss}"
@@ -275,7 +275,7 @@ def training_curves(record: RunRecord) -> Figure:
     grid = figure.subplots(max(len(panels), 1), 1, sharex=True, squeeze=False)[:, 0]
     starts = [i for i, epoch in enumerate(epochs) if i == 0 or epoch["task"] != epochs[i - 1]["task"]]
     ends = [*starts[1:], len(epochs)]
-    for axes, (name, label, scale), colour in zip(grid, panels, COLOURS, strict=False):
+    for axes, (name, label, scale), colour in zip(grid[: len(panels)], panels, COLOURS[: len(panels)], strict=True):
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             values = [epoch.get(name) for epoch in epochs[start:end]]
             known = [scale * value if isinstance(value, int | float) else np.nan for value in values]

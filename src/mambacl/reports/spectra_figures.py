@@ -35,7 +35,7 @@ def spectra(family: Family) -> Figure:
     lowest = max(min((float(values[-1]) for values in relative.values()), default=FLOOR), FLOOR)
     for axes in grid[count:]:
         axes.set_axis_off()
-    for axes, (block, spectrum) in zip(grid, family.spectra.items(), strict=False):
+    for axes, (block, spectrum) in zip(grid[:count], family.spectra.items(), strict=True):
         size = len(spectrum.values)
         kept = size - spectrum.rank
         axes.axvspan(kept + 0.5, size + 0.5, color="#d9efe8", linewidth=0, zorder=0)

@@ -1,0 +1,130 @@
+"""The null space against numbers recorded from the released code."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nullspace_help import GOLDENS, relative
+from safetensors.torch import load_file
+from torch import nn
+
+from mambacl.nullspace import NullSpace, Projector
+from mambacl.nullspace.adapters import Part
+from mambacl.nullspace.optimizer import project_change
+
+
+def public_name(block, word):
+    return f"blocks.{block}.mixer." + (f"{word}" if word == "A_log" else f"{word}.weight")
+
+
+PUBLIC_WORDS = {  # the public code's split of x_proj, and our names of the same rows
+    "x_proj_step": "x_proj.weight[0:5]",
+    "x_proj_B": "x_proj.weight[5:21]",
+    "x_proj_C": "x_proj.weight[21:37]",
+    "A_log": "A_log",
+    "out_proj": "out_proj.weight",
+}
+PUBLIC_PARTS = [
+    (public_name(block, word), f"blocks.{block}.mixer.{ours}")
+    for block, (word, ours) in itertools.product(range(2), PUBLIC_WORDS.items())
+]
+
+
+@pytest.fixture
+def public(golden_model):
+    """The recorded model, its null space after the recorded batches, and the recorded numbers."""
+    model, tensors, config = golden_model("mambacl_nullspace")
+    space = NullSpace(model, "public-code", eta=config["null_eta"])
+    space.consolidate(tensors["images"])
+    return model, space, tensors, config
+
+
+def test_covariances_are_the_recorded_ones(public):
+    _, space, tensors, _ = public
+    covariances = space.covariances()
+    assert covariances.keys() == {ours for _, ours in PUBLIC_PARTS}
+    for name, ours in PUBLIC_PARTS:
+        assert relative(covariances[ours], tensors[f"cov/{name}"].double()) < 2e-6, name
+
+
+def test_projectors_are_the_recorded_ones(public):
+    _, space, tensors, _ = public
+    for name, ours in PUBLIC_PARTS:
+        assert relative(space.projectors()[ours].dense(), tensors[f"proj_eta0.9/{name}"]) < 5e-6, name
+
+
+def test_two_projected_adam_steps_are_the_recorded_ones(public):
+    model, space, tensors, config = public
+    trained = [*space.parameters(), *model.head.parameters()]
+    optimizer = space.wrap(torch.optim.Adam(trained, lr=config["lr"], weight_decay=config["weight_decay"]))
+    for step in range(2):
+        loss = F.cross_entropy(model(tensors["images"][0]), tensors["train_targets"])
+        assert loss.item() == pytest.approx(tensors[f"loss_step{step}"].item(), abs=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = dict(model.named_parameters())
+    for name, ours in [*PUBLIC_PARTS, ("head.weight", "head.weight"), ("head.bias", "head.bias")]:
+        parameter, _, rows = ours.rstrip("]").partition("[")
+        value = after[parameter].detach()
+        if rows:
+            value = value[slice(*map(int, rows.split(":")))]
+        torch.testing.assert_close(value, tensors[f"after2steps/{name}"], rtol=0, atol=5e-7, msg=name)
+
+
+STEPS = json.loads((GOLDENS / "mambacl_run" / "modadam_step.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def recorded_steps():
+    return load_file(GOLDENS / "mambacl_run" / "modadam_step.safetensors")
+
+
+def projector_of(matrix, eta):
+    """The low-rank form of a recorded projector, (1 - eta) I + factor V V^T."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    basis = vectors[:, values > (values[0] + values[-1]) / 2]
+    return Projector(basis.float(), 1 - eta, (values[-1] - (1 - eta)).item())
+
+
+@pytest.mark.parametrize("case", STEPS["cases"], ids=lambda case: case["name"])
+def test_a_single_projected_step_is_the_recorded_one(case, recorded_steps):
+    """x_proj as one parameter, whose three groups of rows have projectors of their own."""
+    names = {"x_proj": ["step", "B", "C"], "A": ["A"], "out": ["out"], "head_weight": ["head_weight"]}
+
+    def recorded(kind, name):
+        return torch.cat([recorded_steps[f"{case['name']}.{kind}.{part}"] for part in names[name]])
+
+    parameters = {name: nn.Parameter(recorded("before.param", name)) for name in names}
+    heads = [parameters.pop("head_weight")]
+    groups = [{"params": list(parameters.values()), "lr": case["lr"][0]}, {"params": heads, "lr": case["lr"][1]}]
+    optimizer = torch.optim.Adam(groups, betas=STEPS["betas"], eps=STEPS["eps"], weight_decay=case["wd"])
+    parameters["head_weight"] = heads[0]
+    for name, parameter in parameters.items():
+        parameter.grad = recorded("grad", name)
+        moments = {word: recorded(f"before.{word}", name) for word in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(case["step"])), **moments}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimizer.step()
+
+    if case["proj"]:
+        parts = {
+            "x_proj": [("step", (0, 4), "right"), ("B", (4, 12), "right"), ("C", (12, 20), "right")],
+            "A": [("A", None, "left")],
+            "out": [("out", None, "right")],
+        }
+        for name, pieces in parts.items():
+            table = [
+                (
+                    Part(kind, name, rows, side),
+                    projector_of(recorded_steps[f"{case['name']}.proj.{kind}"], case["eta"]),
+                )
+                for kind, rows, side in pieces
+            ]
+            project_change(before[name], parameters[name].detach(), table)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach(), recorded("after.param", name), rtol=0, atol=5e-7, msg=name)
+        for word in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(optimizer.state[parameter][word], recorded(f"after.{word}", name))
