@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin
 
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
@@ -27,7 +27,9 @@ def build_config(config_class: type, values: Mapping[str, Any], owner: str) -> A
             known = f"Known: {', '.join(fields)}." if fields else "It has none."
             raise UserError(f"'{owner}' has no option '{key}'.{hint} {known}")
         kind = fields[key].type
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        if get_origin(kind) is not None:  # list[int] and the like, which Python 3.10 also takes for types
+            pass
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             value = build_config(kind, value, f"{owner}.{key}")
         elif isinstance(kind, type) and not _fits(value, kind):
             raise UserError(f"'{owner}' takes {key} of type {kind.__name__}, got {value!r}.")

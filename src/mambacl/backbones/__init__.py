@@ -1,6 +1,6 @@
 """Backbones by name, with the parameter names of the public checkpoints."""
 
-from mambacl.backbones import defocus  # noqa: F401  (registers itself)
+from mambacl.backbones import defocus, mambavision, vim, vmamba  # noqa: F401  (register themselves)
 from mambacl.backbones.loading import convert, load_weights
 from mambacl.backbones.registry import create_model, list_models
 

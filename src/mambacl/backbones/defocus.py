@@ -5,7 +5,6 @@ numbered in `Mixer.forward`.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.layers import PatchEmbed, RMSNorm, at_least_float32, drop_path, rms_normalize
+from mambacl.backbones.layers import PatchEmbed, RMSNorm, at_least_float32, causal_conv, drop_path, rms_normalize
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.scan import scan_tokens
-
-Observer = Callable[[Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class DefocusConfig:
 
 
 class Mixer(nn.Module):
-    """The selective SSM of one block. `observer`, when set, is shown x, delta and out (the input of out_proj)."""
+    """The selective SSM of one block. Its linear layers are called as modules, so that hooks see their inputs."""
 
     def __init__(self, embed_dim: int, config: MixerConfig, use_rope: bool) -> None:
         super().__init__()
@@ -118,7 +115,6 @@ class Mixer(nn.Module):
         self.x_proj = nn.Linear(width, rank + 2 * states, bias=False)  # rows: delta (rank), B (n), C (n)
         self.dt_proj = nn.Linear(rank, width)
         self.out_proj = nn.Linear(width, embed_dim, bias=config.use_bias)
-        self.observer: Observer | None = None
 
     def reset_parameters(self) -> None:
         """dt_proj as in Mamba: delta starts log-spaced over the channels between the smallest and the largest step."""
@@ -133,7 +129,7 @@ class Mixer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         config = self.config
         x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, d) each, as everything below
-        x = F.silu(self.causal_conv(x))  # 2.
+        x = F.silu(causal_conv(x, self.conv1d))  # 2.
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
         dt, B, C = projected.split([config.time_step_rank, config.state_size, config.state_size], dim=-1)
         with torch.autocast(x.device.type, enabled=False):
@@ -148,15 +144,7 @@ class Mixer(nn.Module):
                 y = rms_normalize(groups, dim=-1, eps=1e-6).flatten(-2)  # 7.
             y = torch.addcmul(y, at_least_float32(self.D), x) * F.silu(at_least_float32(z))  # 8.
         y = y.to(tokens.dtype)
-        if self.observer is not None:
-            self.observer({"x": x, "delta": delta, "out": y})
         return self.out_proj(y)  # 9.
-
-    def causal_conv(self, x: Tensor) -> Tensor:
-        """Depthwise convolution over the present token and those before it, as a 2-D one that keeps channels last."""
-        image = F.pad(x, (0, 0, self.config.conv_kernel - 1, 0)).mT.unsqueeze(2)  # (b, d, 1, l + k - 1)
-        y = F.conv2d(image, self.conv1d.weight.unsqueeze(2), self.conv1d.bias, groups=image.shape[1])
-        return y.squeeze(2).mT
 
     def rotate(self, M: Tensor) -> Tensor:
         """Rotary embedding of B or C (b, l, n) over the states; each state of a pair has a frequency of its own."""

@@ -1,6 +1,7 @@
 """Small pieces that several backbones share."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -31,6 +32,12 @@ def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
         return x
     keep = x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(1 - rate)
     return x * keep / (1 - rate)
+
+
+def causal_conv(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """Depthwise convolution over the present token and those before it, as a 2-D one that keeps channels last."""
+    image = F.pad(x, (0, 0, conv.kernel_size[0] - 1, 0)).mT.unsqueeze(2)  # (b, d, 1, l + k - 1)
+    return F.conv2d(image, conv.weight.unsqueeze(2), conv.bias, groups=conv.groups).squeeze(2).mT
 
 
 class PatchEmbed(nn.Module):

@@ -21,7 +21,7 @@ from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.tensorfile import replacing
 
-HEADS = ("head.", "head2.")  # may differ from the file: another number of classes, or none
+HEADS = ("head.", "head2.", "classifier.head.")  # may differ from the file: another number of classes, or none
 
 
 @dataclass
@@ -77,11 +77,14 @@ def convert(source: Path, destination: Path, key: str | None = None) -> Account:
 
 
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Account:
-    """Loads a file into a model. A backbone tensor that is missing or of another shape is an error; heads may
-    differ."""
+    """Loads a file into a model, which may adapt its names and shapes. A backbone tensor that is missing or of another
+    shape is an error; heads may differ."""
     tensors, inert = read_weights(path, key)
     account = Account(Path(path), inert=inert)
     own = model.state_dict()
+    adapt = getattr(model, "adapt_state", None)
+    stored, tensors = tensors, tensors if adapt is None else adapt(tensors)
+    account.reshaped += [name for name in tensors if name in stored and tensors[name].shape != stored[name].shape]
     for name, tensor in tensors.items():
         if name not in own:
             account.unexpected.append(name)

@@ -191,6 +191,7 @@ def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
         config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
         config.training.workers,
     )  # fmt: skip
+    model.eval()
     with torch.no_grad():  # images that do not fit the model are noticed here, before anything is written
         model(torch.zeros(1, 3, stream.transforms.size, stream.transforms.size))
     warm = config.training.heads == "warm-second"

@@ -1,0 +1,342 @@
+"""MambaVision: two stages of convolutions, then two of windows in which Mamba mixers come before attention.
+
+Written from a description of the model; tensor names and shapes are those of the public checkpoints. The public code
+(NVIDIA Source Code License-NC) and the public weights (CC-BY-NC-SA-4.0) are for non-commercial use only, and so is
+whatever is trained from those weights. The mixer's equations are numbered in `MambaVisionMixer.forward`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mambacl.backbones.layers import at_least_float32, drop_path
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.errors import UserError
+from mambacl.log import logger
+from mambacl.scan import scan_tokens
+
+LICENCE = "CC-BY-NC-SA-4.0, non-commercial"
+PerStage = tuple[int, ...] | list[int]
+
+
+@dataclass(frozen=True)
+class MambaVisionConfig:
+    """A whole MambaVision; what is given per stage has four entries."""
+
+    dim: int = 80  # channels of the first stage; each stage has twice those of the one before
+    in_dim: int = 32  # channels between the two convolutions of the stem
+    depths: PerStage = (1, 3, 8, 4)
+    window_size: PerStage = (8, 8, 14, 7)  # the first two stages have no windows and ignore theirs
+    num_heads: PerStage = (2, 4, 8, 16)  # likewise
+    mlp_ratio: float = 4.0
+    d_state: int = 8
+    d_conv: int = 3
+    expand: int = 1
+    layer_scale: float = 0.0  # initial gamma_1 and gamma_2; 0 for none
+    drop_path_rate: float = 0.0
+    num_classes: int = 1000
+    resolution: int = 224  # of default_cfg; the model takes images of any size
+    crop_pct: float = 1.0
+    stem_stride: int = 4  # 4 in the public sizes; 2 or 1 keep more of small images
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "in_dim", "d_state", "d_conv", "expand", "resolution"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        for name in ("depths", "window_size", "num_heads"):
+            given = getattr(self, name)
+            whole = isinstance(given, (tuple, list)) and all(type(n) is int and n > 0 for n in given)
+            if not whole or len(given) != 4:
+                raise UserError(f"{name} must be four positive whole numbers, one a stage, got {given!r}.")
+            object.__setattr__(self, name, tuple(given))
+        for stage in (2, 3):
+            width, heads = self.dim * 2**stage, self.num_heads[stage]
+            if width % heads:
+                raise UserError(
+                    f"The {width} channels of stage {stage} (counted from 0) do not divide into {heads} attention "
+                    "heads: change dim or num_heads."
+                )
+        if self.num_classes < 0:
+            raise UserError(f"num_classes must not be negative, got {self.num_classes}.")
+        if not 0 <= self.drop_path_rate < 1:
+            raise UserError(f"drop_path_rate must be at least 0 and below 1, got {self.drop_path_rate}.")
+        if int(self.mlp_ratio * self.dim) < 1:
+            raise UserError(f"mlp_ratio must be positive, got {self.mlp_ratio}.")
+        if self.stem_stride not in (1, 2, 4):
+            raise UserError(f"stem_stride must be 1, 2 or 4, got {self.stem_stride}.")
+
+
+class MambaVisionMixer(nn.Module):
+    """The selective SSM of one block: half of the channels are scanned, the other half pass beside the scan."""
+
+    def __init__(self, width: int, config: MambaVisionConfig) -> None:
+        super().__init__()
+        inner = config.expand * width // 2  # h; width is a multiple of 4
+        self.state_size = config.d_state
+        self.time_step_rank = math.ceil(width / 16)
+        self.A_log = nn.Parameter(torch.arange(1, config.d_state + 1).float().log().repeat(inner, 1))  # (h, n)
+        self.D = nn.Parameter(torch.ones(inner))
+        self.in_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.x_proj = nn.Linear(inner, self.time_step_rank + 2 * config.d_state, bias=False)  # rows: delta, B, C
+        self.dt_proj = nn.Linear(self.time_step_rank, inner)
+        self.out_proj = nn.Linear(2 * inner, width, bias=False)
+        self.conv1d_x = nn.Conv1d(inner, inner, config.d_conv, groups=inner, padding="same", bias=False)
+        self.conv1d_z = nn.Conv1d(inner, inner, config.d_conv, groups=inner, padding="same", bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, h) each
+        x, z = F.silu(convolve(x, self.conv1d_x)), F.silu(convolve(z, self.conv1d_z))  # 2.
+        projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
+        dt, B, C = projected.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
+        with torch.autocast(x.device.type, enabled=False):
+            delta = self.step_sizes(dt)  # 4. (b, l, h)
+            x, B, C = at_least_float32(x), at_least_float32(B).unsqueeze(2), at_least_float32(C).unsqueeze(2)
+            y, _ = scan_tokens(x, delta, -torch.exp(at_least_float32(self.A_log)), B, C)  # 5.
+            y = torch.addcmul(y, at_least_float32(self.D), x)
+            y = torch.cat((y, at_least_float32(z)), dim=-1)  # 6. (b, l, 2 h); no gate
+        return self.out_proj(y.to(tokens.dtype))  # 7.
+
+    def step_sizes(self, dt: Tensor) -> Tensor:
+        """delta from the first rows of x_proj's output. The bias enters twice, as the public weights were trained."""
+        steps = self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias
+        return F.softplus(at_least_float32(steps))
+
+
+def convolve(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """A depthwise convolution of tokens (b, l, d) that sees as far ahead as back; 2-D, to keep channels last."""
+    y = F.conv2d(x.mT.unsqueeze(2), conv.weight.unsqueeze(2), padding="same", groups=conv.groups)  # (b, d, 1, l)
+    return y.squeeze(2).mT
+
+
+class Attention(nn.Module):
+    """Multi-head attention among all tokens of a window, without positions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        qkv = self.qkv(tokens).unflatten(-1, (3, self.heads, -1))  # (b, l, 3, heads, c / heads)
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # (b, heads, l, c / heads) each
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class WindowBlock(nn.Module):
+    """A mixer or attention, then an MLP, on the tokens of windows (windows, l, c); drop path leaves out windows."""
+
+    def __init__(self, width: int, mixer: nn.Module, config: MambaVisionConfig, drop_path_rate: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.mixer = mixer
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = Mlp(width, int(width * config.mlp_ratio))
+        scale = torch.full((width,), float(config.layer_scale))
+        self.gamma_1 = nn.Parameter(scale) if config.layer_scale else None
+        self.gamma_2 = nn.Parameter(scale.clone()) if config.layer_scale else None
+        self.drop_path_rate = drop_path_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._branch(self.mixer(self.norm1(x)), self.gamma_1)
+        return x + self._branch(self.mlp(self.norm2(x)), self.gamma_2)
+
+    def _branch(self, x: Tensor, gamma: Tensor | None) -> Tensor:
+        return drop_path(x if gamma is None else gamma * x, self.drop_path_rate, self.training)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width: int, drop_path_rate: float) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.drop_path_rate = drop_path_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.norm1(self.conv1(x)), approximate="tanh")
+        return x + drop_path(self.norm2(self.conv2(y)), self.drop_path_rate, self.training)
+
+
+class Stem(nn.Module):
+    def __init__(self, config: MambaVisionConfig) -> None:
+        super().__init__()
+        first, second = (2 if config.stem_stride > 1 else 1), (2 if config.stem_stride > 2 else 1)
+        self.conv_down = nn.Sequential(
+            nn.Conv2d(3, config.in_dim, 3, first, 1, bias=False),
+            nn.BatchNorm2d(config.in_dim, eps=1e-4),
+            nn.ReLU(),
+            nn.Conv2d(config.in_dim, config.dim, 3, second, 1, bias=False),
+            nn.BatchNorm2d(config.dim, eps=1e-4),
+            nn.ReLU(),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv_down(images)
+
+
+class Downsample(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.reduction = nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduction(x)
+
+
+class Level(nn.Module):
+    """A stage and the halving after it: the map (b, c, h, w) becomes (b, 2 c, h / 2, w / 2), except in the last."""
+
+    def __init__(self, stage: int, config: MambaVisionConfig, drop_path_rates: list[float]) -> None:
+        super().__init__()
+        width, depth = config.dim * 2**stage, config.depths[stage]
+        self.window = config.window_size[stage] if stage >= 2 else 0
+        self.grad_checkpointing = False
+        blocks: list[nn.Module] = []
+        for i, rate in enumerate(drop_path_rates):
+            if not self.window:
+                blocks.append(ConvBlock(width, rate))
+                continue
+            scans = i < (depth + 1) // 2
+            mixer = MambaVisionMixer(width, config) if scans else Attention(width, config.num_heads[stage])
+            blocks.append(WindowBlock(width, mixer, config, rate))
+        self.blocks = nn.ModuleList(blocks)
+        self.downsample = Downsample(width) if stage < 3 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        if self.window:
+            x = F.pad(x, (0, -width % self.window, 0, -height % self.window))  # zeros, at the right and the bottom
+            padded = x.shape
+            x = to_windows(x, self.window)
+        # Computing a block again would count its batch twice in the running statistics of its batch norms.
+        again = self.grad_checkpointing and (bool(self.window) or not self.training)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        if self.window:
+            x = from_windows(x, self.window, padded)[:, :, :height, :width]
+        return x if self.downsample is None else self.downsample(x)
+
+
+def to_windows(x: Tensor, window: int) -> Tensor:
+    """A map (b, c, h, w) as windows (b * windows, window * window, c), both windows and tokens row by row."""
+    x = x.unflatten(3, (-1, window)).unflatten(2, (-1, window))  # (b, c, rows, window, columns, window)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2).contiguous()  # channels last in memory
+
+
+def from_windows(x: Tensor, window: int, shape: torch.Size) -> Tensor:
+    """The map of that shape that `to_windows` cut up."""
+    batch, channels, height, width = shape
+    x = x.view(batch, height // window, width // window, window, window, channels)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(shape)
+
+
+class MambaVision(nn.Module):
+    """MambaVision with a head, or with none (`num_classes` = 0)."""
+
+    def __init__(self, config: MambaVisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_classes = config.num_classes
+        self.num_features = 8 * config.dim
+        self.default_cfg = {
+            "input_size": (3, config.resolution, config.resolution),
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
+            "crop_pct": config.crop_pct,
+            "interpolation": "bicubic",
+        }
+        self.patch_embed = Stem(config)
+        last = max(1, sum(config.depths) - 1)
+        rates = iter([config.drop_path_rate * i / last for i in range(sum(config.depths))])
+        levels = [Level(i, config, [next(rates) for _ in range(depth)]) for i, depth in enumerate(config.depths)]
+        self.levels = nn.ModuleList(levels)
+        self.norm = nn.BatchNorm2d(self.num_features)
+        self.reset_classifier(config.num_classes)
+        self.apply(self._initialize)
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        """Every linear layer alike, dt_proj too, unlike Mamba's; convolutions as PyTorch makes them."""
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new head for so many classes; 0 removes it."""
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self._initialize(self.head)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Blocks keep only their input for the backward pass and compute the rest again there."""
+        for module in self.modules():
+            if isinstance(module, Level):
+                module.grad_checkpointing = enable
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """The last map after its norm, (b, c, h, w)."""
+        if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
+            raise UserError(f"MambaVision takes images of shape (b, 3, height, width), got {tuple(images.shape)}.")
+        x = self.patch_embed(images)
+        for level in self.levels:
+            x = level(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        pooled = x.mean((2, 3))
+        return pooled if pre_logits else self.head(pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(images))
+
+    def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A public file's tensors under this model's names; of a pre-training file only the encoder."""
+        logger.info("The public weights of MambaVision are under %s: so is what is trained from them.", LICENCE)
+        tensors = {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in tensors.items()}
+        encoder = {name[8:]: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
+        return encoder or tensors
+
+
+def _register(size: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
+    name = f"mambavision_{size}" if size else "mambavision"
+    MODELS.add(name, ModelEntry(name, MambaVision, MambaVisionConfig, config, weights))
+
+
+def _public(repository: str, file: str, top1: float) -> PublicWeights:
+    url = f"https://huggingface.co/nvidia/MambaVision-{repository}/resolve/main/mambavision_{file}.pth.tar"
+    return PublicWeights(url=url, licence=LICENCE, top1=top1)
+
+
+_SMALL = {"dim": 96, "in_dim": 64, "depths": (3, 3, 7, 5)}
+_BASE = {"dim": 128, "in_dim": 64, "depths": (3, 3, 10, 5), "layer_scale": 1e-5}
+_LARGE = {**_BASE, "dim": 196, "num_heads": (4, 8, 16, 32)}
+_NANO = {"dim": 16, "in_dim": 8, "depths": (1, 1, 3, 2), "window_size": (8, 8, 8, 4), "num_heads": (2, 2, 4, 8)}
+
+_register("", {})
+_register("nano", {**_NANO, "mlp_ratio": 2.0, "num_classes": 200, "resolution": 32, "stem_stride": 1})
+_register("tiny", {}, _public("T-1K", "tiny_1k", 82.3))
+_register("tiny2", {"depths": (1, 3, 11, 4), "crop_pct": 0.98}, _public("T2-1K", "tiny2_1k", 82.7))
+_register("small", {**_SMALL, "crop_pct": 0.93}, _public("S-1K", "small_1k", 83.3))
+_register("base", _BASE, _public("B-1K", "base_1k", 84.2))
+_register("base_21k", _BASE, _public("B-21K", "base_21k", 84.9))
+_register("large", _LARGE, _public("L-1K", "large_1k", 85.0))
+_register("large_21k", _LARGE, _public("L-21K", "large_21k", 86.1))
+_register("large2", {**_LARGE, "depths": (3, 3, 12, 5)}, _public("L2-1K", "large2_1k", 85.3))

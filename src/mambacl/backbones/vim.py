@@ -1,0 +1,307 @@
+"""Vim: a vision Mamba that scans the tokens in both directions, the class token in the middle.
+
+Tensor names and shapes are those of the public checkpoints. One block is x + mixer(norm(x)); the mixer's equations are
+numbered in `Mixer.forward`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mambacl.backbones.layers import RMSNorm, at_least_float32, causal_conv, drop_path
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.errors import UserError
+from mambacl.scan import scan_tokens
+
+FIXED = {  # options of the public code that no public model sets otherwise
+    "rms_norm": True,
+    "final_pool_type": "mean",  # the public code never reads it: with a class token, that token is the feature
+    "if_abs_pos_embed": True,
+    "if_rope": False,
+    "if_rope_residual": False,
+    "bimamba_type": "v2",
+    "if_cls_token": True,
+    "if_divide_out": True,
+    "use_middle_cls_token": True,
+}
+
+
+@dataclass(frozen=True)
+class VimConfig:
+    """A whole Vim; the names are those of the public code. `img_size` sets the grid of the position embedding."""
+
+    img_size: int = 224
+    patch_size: int = 16
+    stride: int = 16  # below patch_size, patches overlap
+    embed_dim: int = 192
+    depth: int = 24
+    num_classes: int = 1000
+    d_state: int = 16
+    d_conv: int = 4
+    expand: int = 2
+    dt_rank: int = 0  # 0 for ceil(embed_dim / 16)
+    norm_epsilon: float = 1e-5
+    drop_path_rate: float = 0.0
+    residual_in_fp32: bool = True
+    fused_add_norm: bool = True  # how the public code computes the same
+    rms_norm: bool = True
+    final_pool_type: str = "mean"
+    if_abs_pos_embed: bool = True
+    if_rope: bool = False
+    if_rope_residual: bool = False
+    bimamba_type: str = "v2"
+    if_cls_token: bool = True
+    if_divide_out: bool = True
+    use_middle_cls_token: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("img_size", "patch_size", "stride", "embed_dim", "depth", "d_state", "d_conv", "expand"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        for name in ("num_classes", "dt_rank"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if not 0.0 <= self.drop_path_rate < 1.0:
+            raise UserError(f"drop_path_rate must be in [0, 1), got {self.drop_path_rate}.")
+        for name, value in FIXED.items():
+            if getattr(self, name) != value:
+                raise UserError(f"Vim has {name} {value!r} in every public model, got {getattr(self, name)!r}.")
+        self.grid(self.img_size, self.img_size)
+
+    @property
+    def width(self) -> int:
+        """Channels of the SSM."""
+        return self.expand * self.embed_dim
+
+    @property
+    def rank(self) -> int:
+        return self.dt_rank or math.ceil(self.embed_dim / 16)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of an image, or an error where the patches leave a rest."""
+        for side in (height, width):
+            if side < self.patch_size or (side - self.patch_size) % self.stride:
+                raise UserError(
+                    f"Images of {height} x {width} pixels do not divide into patches of {self.patch_size} with stride "
+                    f"{self.stride}; resize them."
+                )
+        return (height - self.patch_size) // self.stride + 1, (width - self.patch_size) // self.stride + 1
+
+
+class Mixer(nn.Module):
+    """The two selective SSMs of one block; the names of the backward one's own parameters hold "_b"."""
+
+    def __init__(self, config: VimConfig) -> None:
+        super().__init__()
+        width, states, rank = config.width, config.d_state, config.rank
+        self.config = config
+        log_decay = torch.arange(1, states + 1).float().log().repeat(width, 1)  # (d, n)
+        self.A_log, self.A_b_log = nn.Parameter(log_decay), nn.Parameter(log_decay.clone())
+        self.D, self.D_b = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
+        self.in_proj = nn.Linear(config.embed_dim, 2 * width, bias=False)
+        self.conv1d = nn.Conv1d(width, width, config.d_conv, groups=width)
+        self.x_proj = nn.Linear(width, rank + 2 * states, bias=False)  # rows: delta (rank), B (n), C (n)
+        self.dt_proj = nn.Linear(rank, width)
+        self.conv1d_b = nn.Conv1d(width, width, config.d_conv, groups=width)
+        self.x_proj_b = nn.Linear(width, rank + 2 * states, bias=False)
+        self.dt_proj_b = nn.Linear(rank, width)
+        self.out_proj = nn.Linear(width, config.embed_dim, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As public: forward, delta starts between 0.001 and 0.1 as in Mamba; dt_proj_b starts as any linear layer."""
+        scale = self.config.rank**-0.5
+        nn.init.uniform_(self.dt_proj.weight, -scale, scale)
+        low, high = math.log(0.001), math.log(0.1)
+        dt = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp()
+        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+        nn.init.zeros_(self.dt_proj_b.bias)
+        self.out_proj.weight /= math.sqrt(self.config.depth)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, d) each
+        ahead = self.select(x, self.conv1d, self.x_proj, self.dt_proj)
+        back = self.select(x.flip(1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
+        with torch.autocast(x.device.type, enabled=False):
+            # The directions are two groups of channels of one scan, so that a backend goes through time once.
+            x, delta, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
+            A = -torch.exp(at_least_float32(torch.cat((self.A_log, self.A_b_log))))
+            y, _ = scan_tokens(x, delta, A, B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1)))  # 5.
+            y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), x)  # 6.
+            y_ahead, y_back = y.chunk(2, dim=-1)
+            # Both directions have the same gate, the backward one flipped: it is applied once, to their sum.
+            y = (y_ahead + y_back.flip(1)) / 2 * F.silu(at_least_float32(z))  # 7.
+        return self.out_proj(y.to(tokens.dtype))  # 8.
+
+    def select(self, u: Tensor, conv: nn.Conv1d, x_proj: nn.Module, dt_proj: nn.Linear) -> tuple[Tensor, ...]:
+        """What a direction's scan takes: x and delta (b, l, d), B and C (b, l, n), in float32 or better."""
+        x = F.silu(causal_conv(u, conv))  # 2.
+        dt, B, C = x_proj(x).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
+        with torch.autocast(x.device.type, enabled=False):
+            delta = F.softplus(at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype))))  # 4.
+        return at_least_float32(x), delta, at_least_float32(B), at_least_float32(C)
+
+
+class Block(nn.Module):
+    def __init__(self, config: VimConfig, drop_path_rate: float) -> None:
+        super().__init__()
+        self.mixer = Mixer(config)
+        self.norm = RMSNorm(config.embed_dim, config.norm_epsilon)
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.drop_path_rate = drop_path_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = at_least_float32(x) if self.residual_in_fp32 else x
+        return residual + drop_path(self.mixer(self.norm(x)), self.drop_path_rate, self.training)
+
+
+class PatchEmbed(nn.Module):
+    """Image to tokens, row by row, by a convolution whose patches may overlap."""
+
+    def __init__(self, config: VimConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, config.embed_dim, kernel_size=config.patch_size, stride=config.stride)
+        nn.init.trunc_normal_(self.proj.weight, std=(3 * config.patch_size**2) ** -0.5)
+        if self.proj.bias is not None:
+            nn.init.zeros_(self.proj.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)  # (b, l, c)
+
+
+class Vim(nn.Module):
+    """Vim with a head, or with none (`num_classes` = 0).
+
+    Images may have any size that divides into patches, rectangles too: where it is not `img_size`, the position
+    embedding is interpolated to their grid in each forward, as it is once when a file of another size is loaded.
+    """
+
+    def __init__(self, config: VimConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_features = config.embed_dim
+        self.grad_checkpointing = False
+        self.default_cfg = {
+            "input_size": (3, config.img_size, config.img_size),
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
+            "crop_pct": 0.875,
+            "interpolation": "bicubic",
+        }
+        self.grid_size = config.grid(config.img_size, config.img_size)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim))
+        # One row a token, so the class token's row is in the middle too.
+        self.pos_embed = nn.Parameter(torch.zeros(1, math.prod(self.grid_size) + 1, config.embed_dim))
+        self.patch_embed = PatchEmbed(config)
+        # The public layer i drops what layer i - 1 gave it; here each drops its own, at the same rate.
+        rates = [config.drop_path_rate * i / max(1, config.depth - 1) for i in range(config.depth)]
+        self.layers = nn.ModuleList([Block(config, rate) for rate in rates])
+        self.norm_f = RMSNorm(config.embed_dim, config.norm_epsilon)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        self.reset_classifier(config.num_classes)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new head for so many classes; 0 removes it."""
+        self.num_classes = num_classes
+        self.head: nn.Module = nn.Identity()
+        if num_classes != 0:
+            linear = nn.Linear(self.num_features, num_classes, device=self.pos_embed.device, dtype=self.pos_embed.dtype)
+            nn.init.trunc_normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+            self.head = linear
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trades time for memory: the backward computes each block again instead of keeping what it needs."""
+        self.grad_checkpointing = enable
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """All tokens after the last norm, (b, l + 1, c); the class token is at index l // 2 of the l patches."""
+        grid = self._checked(images)
+        x = with_middle(self.patch_embed(images), self.cls_token)
+        x = x + resized_positions(self.pos_embed, self.grid_size, grid)
+        for layer in self.layers:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        return self.norm_f(x)
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        pooled = tokens[:, (tokens.shape[1] - 1) // 2]
+        return pooled if pre_logits else self.head(pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(images))
+
+    def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A public file's tensors for this model: positions interpolated where the file is for another grid."""
+        stored = tensors.get("pos_embed")
+        if stored is None or stored.dim() != 3 or stored.shape[1] == self.pos_embed.shape[1]:
+            return tensors
+        side = math.isqrt(stored.shape[1] - 1)
+        if side < 1 or side * side != stored.shape[1] - 1:
+            return tensors  # not a square: the loader says that it does not fit
+        return {**tensors, "pos_embed": resized_positions(stored, (side, side), self.grid_size)}
+
+    def _checked(self, images: Tensor) -> tuple[int, int]:
+        """The grid of patches of the images."""
+        if images.dim() != 4 or images.shape[1] != 3:
+            raise UserError(f"Vim takes images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}.")
+        return self.config.grid(images.shape[2], images.shape[3])
+
+
+def with_middle(rows: Tensor, middle: Tensor) -> Tensor:
+    """Rows (b, l, c) with one more, (1, 1, c), before index l // 2."""
+    half = rows.shape[1] // 2
+    return torch.cat((rows[:, :half], middle.expand(len(rows), -1, -1), rows[:, half:]), dim=1)
+
+
+def resized_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Position embeddings (1, l + 1, c) of a grid of l patches for another grid: bicubic, the class row kept aside."""
+    if old == new:
+        return positions
+    half = old[0] * old[1] // 2
+    patches = torch.cat((positions[:, :half], positions[:, half + 1 :]), dim=1)
+    grid = at_least_float32(patches).unflatten(1, old).permute(0, 3, 1, 2)  # (1, c, rows, columns)
+    grid = F.interpolate(grid, size=new, mode="bicubic", align_corners=False)
+    return with_middle(grid.flatten(2).mT.to(positions.dtype), positions[:, half : half + 1])
+
+
+def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
+    MODELS.add(name, ModelEntry(name, Vim, VimConfig, config, weights))
+
+
+def _public(file: str, top1: float) -> PublicWeights:
+    return PublicWeights(url=f"https://huggingface.co/hustvl/{file}", licence="Apache-2.0", top1=top1)
+
+
+_register("vim", {})
+_register("vim_nano", {"img_size": 32, "patch_size": 4, "stride": 4, "embed_dim": 64, "depth": 6, "num_classes": 200})
+_register("vim_tiny", {}, _public("Vim-tiny-midclstok/resolve/main/vim_t_midclstok_76p1acc.pth", 76.1))
+_register(
+    "vim_tiny_stride8",
+    {"stride": 8},
+    _public("Vim-tiny-midclstok/resolve/main/vim_t_midclstok_ft_78p3acc.pth", 78.3),
+)
+_register(
+    "vim_small",
+    {"embed_dim": 384},
+    _public("Vim-small-midclstok/resolve/main/vim_s_midclstok_80p5acc.pth", 80.5),
+)
+_register(
+    "vim_small_stride8",
+    {"embed_dim": 384, "stride": 8},
+    _public("Vim-small-midclstok/resolve/main/vim_s_midclstok_ft_81p6acc.pth", 81.6),
+)
+_register(
+    "vim_base",
+    {"embed_dim": 768},
+    _public("Vim-base-midclstok/resolve/main/vim_b_midclstok_81p9acc.pth", 81.9),
+)

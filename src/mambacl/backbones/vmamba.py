@@ -1,0 +1,401 @@
+"""VMamba: a hierarchical vision Mamba whose SSM scans the image in four directions (SS2D).
+
+Two generations: the present one ("v05_noz": an MLP in every block, no gate, one state a channel) and the first ("v0": a
+gate, 16 states, no MLP). Parameter names and shapes are those of the public checkpoints. Every feature map between two
+modules is (b, h, w, c), channels last.
+"""
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mambacl.backbones.layers import at_least_float32, drop_path
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.errors import UserError
+from mambacl.scan import scan_tokens
+
+DIRECTIONS = 4  # row by row, column by column, and both backwards
+
+ALLOWED: dict[str, tuple[object, ...]] = {  # what the public models use
+    "forward_type": ("v05_noz", "v0"),
+    "norm_layer": ("ln2d", "ln"),  # the same norm over the channels: it is the public layout that differs
+    "patchembed_version": ("v2", "v1"),
+    "downsample_version": ("v3", "v1"),
+    "ssm_init": ("v0",),
+    "ssm_act_layer": ("silu",),
+    "mlp_act_layer": ("gelu",),
+    "gmlp": (False,),
+    "patch_norm": (True,),
+    "ssm_drop_rate": (0.0,),
+    "mlp_drop_rate": (0.0,),
+    "posembed": (False,),
+}
+
+
+@dataclass(frozen=True)
+class VMambaConfig:
+    """A whole VMamba; the names are those of the public configuration files.
+
+    `dims`: the width of the first stage, doubled by each further one, or the width of every stage.
+    """
+
+    depths: tuple[int, ...] | list[int] = (2, 2, 5, 2)
+    dims: int | tuple[int, ...] | list[int] = 96
+    drop_path_rate: float = 0.0
+    patch_size: int = 4
+    in_chans: int = 3
+    num_classes: int = 1000
+    ssm_d_state: int = 1
+    ssm_ratio: float = 2.0
+    ssm_dt_rank: int | str = "auto"  # "auto": a sixteenth of the stage's width
+    ssm_act_layer: str = "silu"
+    ssm_conv: int = 3
+    ssm_conv_bias: bool = False
+    ssm_drop_rate: float = 0.0
+    ssm_init: str = "v0"
+    forward_type: str = "v05_noz"
+    mlp_ratio: float = 4.0  # 0: no MLP
+    mlp_act_layer: str = "gelu"
+    mlp_drop_rate: float = 0.0
+    gmlp: bool = False
+    patch_norm: bool = True
+    norm_layer: str = "ln2d"
+    downsample_version: str = "v3"
+    patchembed_version: str = "v2"
+    use_checkpoint: bool = False
+    posembed: bool = False
+    imgsize: int = 224
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                listed = " or ".join(repr(value) for value in allowed)
+                raise UserError(f"VMamba takes {name} {listed}, got {getattr(self, name)!r}.")
+        for name in ("patch_size", "in_chans", "ssm_d_state", "imgsize"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        if not _positive(self.depths) or not _positive(self.widths) or len(self.widths) != len(self.depths):
+            raise UserError(
+                "depths must list the blocks of each stage, and dims be the first stage's width or list all of them, "
+                f"got {self.depths!r} and {self.dims!r}."
+            )
+        if self.ssm_dt_rank != "auto" and not _positive([self.ssm_dt_rank]):
+            raise UserError(f"ssm_dt_rank must be a positive number or 'auto', got {self.ssm_dt_rank!r}.")
+        if self.ssm_conv < 3 or self.ssm_conv % 2 == 0:
+            raise UserError(f"ssm_conv must be an odd kernel size of at least 3, got {self.ssm_conv}.")
+        if self.ssm_ratio * min(self.widths) < 1:
+            raise UserError(f"ssm_ratio leaves no channel to the SSM: make it larger than {self.ssm_ratio}.")
+        if self.num_classes < 0 or self.mlp_ratio < 0 or not 0 <= self.drop_path_rate < 1:
+            raise UserError("num_classes and mlp_ratio must not be negative, drop_path_rate from 0 to below 1.")
+        if self.patchembed_version == "v2" and (self.patch_size != 4 or self.widths[0] % 2):
+            raise UserError(
+                f"The patch embedding 'v2' needs patch_size 4 and an even first width, got {self.patch_size} and "
+                f"{self.widths[0]}; choose them so, or patchembed_version 'v1'."
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...] | list[int]:
+        """The number of channels of each stage."""
+        return [self.dims << stage for stage in range(len(self.depths))] if isinstance(self.dims, int) else self.dims
+
+
+def _positive(values: object) -> bool:
+    """Whether this is a list of positive whole numbers, and not empty."""
+    return isinstance(values, (tuple, list)) and bool(values) and all(type(v) is int and v > 0 for v in values)
+
+
+class ChannelsFirst(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2)
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+def cross_scan(maps: Tensor) -> Tensor:
+    """One map a direction, (b, h, w, 4, f), as tokens in the order of that direction, (b, l, 4, f)."""
+    rows, columns = maps[..., 0::2, :], maps[..., 1::2, :].transpose(1, 2)
+    ahead, back = torch.stack((rows.flatten(1, 2), columns.flatten(1, 2)), dim=3).unbind(2)
+    return torch.cat((ahead, back.flip(1)), dim=2)
+
+
+def cross_merge(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The sum over the directions, (b, l, 4, f), put back where the tokens came from: (b, h, w, f)."""
+    rows, columns = (tokens[:, :, :2] + tokens[:, :, 2:].flip(1)).unbind(2)
+    return rows.unflatten(1, (height, width)) + columns.unflatten(1, (width, height)).transpose(1, 2)
+
+
+class SS2D(nn.Module):
+    """The selective SSM of one block, over the image in four directions that each have their own parameters.
+
+    The SSM's input x is the output of `act`, the input of `out_proj` what that layer multiplies. Both are (b, h, w, d).
+    """
+
+    channels_last = True  # the layout of `act`'s output and of `out_proj`'s input
+
+    def __init__(self, config: VMambaConfig, width: int) -> None:
+        super().__init__()
+        inner, self.states = int(config.ssm_ratio * width), config.ssm_d_state
+        self.rank = math.ceil(width / 16) if isinstance(config.ssm_dt_rank, str) else config.ssm_dt_rank
+        self.gated = config.forward_type == "v0"
+        self.in_proj = nn.Linear(width, 2 * inner if self.gated else inner, bias=False)
+        self.conv2d = nn.Conv2d(
+            inner, inner, config.ssm_conv, padding=config.ssm_conv // 2, groups=inner, bias=config.ssm_conv_bias
+        )
+        self.act = nn.SiLU()
+        rows = self.rank + 2 * self.states  # delta (rank), B (n), C (n)
+        self.x_proj_weight = nn.Parameter(torch.empty(DIRECTIONS, rows, inner))
+        self.dt_projs_weight = nn.Parameter(torch.empty(DIRECTIONS, inner, self.rank))
+        self.dt_projs_bias = nn.Parameter(torch.empty(DIRECTIONS, inner))
+        self.A_logs = nn.Parameter(torch.arange(1, self.states + 1).float().log().repeat(DIRECTIONS * inner, 1))
+        self.Ds = nn.Parameter(torch.ones(DIRECTIONS * inner))
+        self.out_norm = nn.LayerNorm(inner)
+        self.out_proj = nn.Linear(inner, width, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As in Mamba: delta starts log-uniform between 0.001 and 0.1."""
+        inner = self.x_proj_weight.shape[-1]
+        nn.init.uniform_(self.x_proj_weight, -(inner**-0.5), inner**-0.5)
+        nn.init.uniform_(self.dt_projs_weight, -(self.rank**-0.5), self.rank**-0.5)
+        with torch.no_grad():
+            dt = self.dt_projs_bias.uniform_(math.log(0.001), math.log(0.1)).exp()
+            self.dt_projs_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.in_proj(image)  # (b, h, w, d) as everything below, and as much again where there is a gate
+        if self.gated:
+            x, z = x.chunk(2, dim=-1)
+        x = self.act(self.conv2d(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        u, delta, B, C = self.scan_inputs(x)
+        with torch.autocast(x.device.type, enabled=False):
+            y, _ = scan_tokens(u, delta, -torch.exp(at_least_float32(self.A_logs)), B, C)  # (b, l, 4 d)
+            y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
+            # Every direction adds its own D * x, of the same x once the tokens are back in their places.
+            D = at_least_float32(self.Ds).unflatten(0, (DIRECTIONS, -1)).sum(0)
+            y = torch.addcmul(y, D, at_least_float32(x))
+            y = self.out_norm(y.to(self.out_norm.weight.dtype)).to(image.dtype)
+        if self.gated:
+            y = y * F.silu(z)
+        return self.out_proj(y)
+
+    def scan_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From x (b, h, w, d): u and delta (b, l, 4 d), B and C (b, l, 4, n), each direction in its own order."""
+        projected = F.linear(x, self.x_proj_weight.flatten(0, 1))  # (b, h, w, 4 (rank + 2 n))
+        with torch.autocast(x.device.type, enabled=False):
+            tokens = cross_scan(at_least_float32(projected).unflatten(3, (DIRECTIONS, -1)))
+            dt, B, C = tokens.split([self.rank, self.states, self.states], dim=-1)
+            delta = torch.einsum("blkr,kdr->blkd", dt, at_least_float32(self.dt_projs_weight))
+            delta = F.softplus(delta + at_least_float32(self.dt_projs_bias))
+            u = cross_scan(at_least_float32(x).unsqueeze(3).expand(-1, -1, -1, DIRECTIONS, -1))
+        return u.flatten(2), delta.flatten(2), B, C
+
+
+class Block(nn.Module):
+    def __init__(self, config: VMambaConfig, width: int, drop_path_rate: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.op = SS2D(config, width)
+        hidden = int(config.mlp_ratio * width)
+        self.has_mlp = hidden > 0
+        if self.has_mlp:
+            self.norm2 = nn.LayerNorm(width)
+            layers = {"fc1": nn.Linear(width, hidden), "act": nn.GELU(), "fc2": nn.Linear(hidden, width)}
+            self.mlp = nn.Sequential(OrderedDict(layers))
+        self.drop_path_rate = drop_path_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + drop_path(self.op(self.norm(x)), self.drop_path_rate, self.training)
+        if self.has_mlp:
+            x = x + drop_path(self.mlp(self.norm2(x)), self.drop_path_rate, self.training)
+        return x
+
+
+class PatchMerging(nn.Module):
+    """The first version's downsampling: the four pixels of a square side by side, normalised and projected."""
+
+    def __init__(self, width: int, wider: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width)
+        self.reduction = nn.Linear(4 * width, wider, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))  # zeros at the right and at the bottom
+        squares = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (b, h / 2, 2, w / 2, 2, c)
+        return self.reduction(self.norm(squares.permute(0, 1, 3, 4, 2, 5).flatten(3)))  # down before right
+
+
+def _downsample(config: VMambaConfig, width: int, wider: int) -> nn.Module:
+    if config.downsample_version == "v1":
+        return PatchMerging(width, wider)
+    convolution = nn.Conv2d(width, wider, kernel_size=3, stride=2, padding=1)
+    return nn.Sequential(ChannelsFirst(), convolution, ChannelsLast(), nn.LayerNorm(wider))
+
+
+def _patch_embed(config: VMambaConfig) -> nn.Sequential:
+    channels, width, patch = config.in_chans, config.widths[0], config.patch_size
+    if config.patchembed_version == "v1":
+        return nn.Sequential(nn.Conv2d(channels, width, patch, stride=patch), ChannelsLast(), nn.LayerNorm(width))
+    first = nn.Conv2d(channels, width // 2, kernel_size=3, stride=2, padding=1)
+    second = nn.Conv2d(width // 2, width, kernel_size=3, stride=2, padding=1)
+    halfway = (ChannelsLast(), nn.LayerNorm(width // 2), ChannelsFirst(), nn.GELU())
+    return nn.Sequential(first, *halfway, second, ChannelsLast(), nn.LayerNorm(width))
+
+
+class Stage(nn.Module):
+    def __init__(self, blocks: list[Block], downsample: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.downsample = downsample
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.downsample(x)
+
+
+class VMamba(nn.Module):
+    """VMamba with a head, or with none (`num_classes` = 0). It takes images of any size and shape."""
+
+    def __init__(self, config: VMambaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_features = config.widths[-1]
+        self.default_cfg = {
+            "input_size": (config.in_chans, config.imgsize, config.imgsize),
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
+            "crop_pct": 224 / 256,
+            "interpolation": "bicubic",
+        }
+        self.patch_embed = _patch_embed(config)
+        total = sum(config.depths)
+        rates = iter(config.drop_path_rate * i / max(1, total - 1) for i in range(total))
+        self.layers = nn.ModuleList()
+        for depth, width, wider in zip(config.depths, config.widths, (*config.widths[1:], None), strict=True):
+            blocks = [Block(config, width, next(rates)) for _ in range(depth)]
+            downsample = nn.Identity() if wider is None else _downsample(config, width, wider)
+            self.layers.append(Stage(blocks, downsample))
+        self.classifier = nn.ModuleDict({"norm": nn.LayerNorm(self.num_features)})
+        self.reset_classifier(config.num_classes)
+        self.set_grad_checkpointing(config.use_checkpoint)
+        self.apply(_initialize)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new head for so many classes; 0 removes it."""
+        self.num_classes = num_classes
+        head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.classifier["head"] = head.apply(_initialize)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether the backward computes each block's activations again instead of keeping them."""
+        for stage in self.layers:
+            assert isinstance(stage, Stage)
+            stage.grad_checkpointing = enable
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """The last stage's map after the last norm, (b, h, w, c)."""
+        x = self.patch_embed(self._checked(images))
+        for stage in self.layers:
+            x = stage(x)
+        return self.classifier["norm"](x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        pooled = x.mean((1, 2))
+        return pooled if pre_logits else self.classifier["head"](pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(images))
+
+    def adapt_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A public file's tensors by this model's names, in its shapes; what has no place here stays as it is."""
+        own = self.state_dict()
+        adapted = {}
+        for name, tensor in tensors.items():
+            if name not in own:
+                for pattern, replacement in RENAMED:
+                    name = re.sub(pattern, replacement, name)
+            adapted[name] = _laid_out(tensor, own[name]) if name in own else tensor
+        return adapted
+
+    def _checked(self, images: Tensor) -> Tensor:
+        channels, least = self.config.in_chans, 1 if self.config.patchembed_version == "v2" else self.config.patch_size
+        if images.dim() != 4 or images.shape[1] != channels or min(images.shape[2:]) < least:
+            raise UserError(
+                f"This model takes images (batch, {channels}, height, width) of at least {least} x {least} pixels, "
+                f"got {tuple(images.shape)}."
+            )
+        return images
+
+
+# The public code has a second file with other names, and older files have older names.
+RENAMED = (
+    (r"\.(x_proj|dt_projs)\.weight$", r".\1_weight"),
+    (r"\.downsample\.1\.", ".downsample.norm."),
+    (r"\.downsample\.2\.", ".downsample.reduction."),
+    (r"^patch_embed\.proj\.", "patch_embed.0."),
+    (r"^patch_embed\.norm\.", "patch_embed.2."),
+    (r"^(layers\.\d+\.blocks\.\d+)\.ln_1\.", r"\1.norm."),
+    (r"^(layers\.\d+\.blocks\.\d+)\.self_attention\.", r"\1.op."),
+    (r"^(norm|head)\.", r"classifier.\1."),
+)
+
+
+def _laid_out(tensor: Tensor, wanted: Tensor) -> Tensor:
+    """The same weights in the wanted layout: no longer a 1 x 1 convolution, the directions on an axis of their own."""
+    if tensor.dim() == 4 and wanted.dim() < 4 and tensor.shape[2:] == (1, 1):
+        tensor = tensor.flatten(1)
+    if wanted.dim() == 3 and tensor.shape == wanted.flatten(0, 1).shape:
+        tensor = tensor.unflatten(0, wanted.shape[:2])
+    return tensor
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+FIRST_VERSION = {"forward_type": "v0", "ssm_d_state": 16, "ssm_conv_bias": True, "mlp_ratio": 0.0, "norm_layer": "ln"}
+FIRST_VERSION |= {"downsample_version": "v1", "patchembed_version": "v1"}
+NANO = {"depths": (1, 2, 1), "dims": 32, "num_classes": 200, "imgsize": 32}
+PUBLIC = "https://github.com/MzeroMiko/VMamba/releases/download/%23"
+SIZES = {  # blocks of the third stage, width of the first, SSM's channels per channel, file, top-1
+    "vmamba_tiny_s2l5": (5, 96, 2.0, "v2cls/vssm_tiny_0230_ckpt_epoch_262.pth", 82.5),
+    "vmamba_small_s2l15": (15, 96, 2.0, "v2cls/vssm_small_0229_ckpt_epoch_222.pth", 83.6),
+    "vmamba_base_s2l15": (15, 128, 2.0, "v2cls/vssm_base_0229_ckpt_epoch_237.pth", 83.9),
+    "vmamba_tiny_s1l8": (8, 96, 1.0, "v2cls/vssm1_tiny_0230s_ckpt_epoch_264.pth", 82.6),
+    "vmamba_small_s1l20": (20, 96, 1.0, "v2cls/vssm1_small_0229s_ckpt_epoch_240.pth", 83.3),
+    "vmamba_base_s1l20": (20, 128, 1.0, "v2cls/vssm1_base_0229s_ckpt_epoch_225.pth", 83.8),
+    "vanilla_vmamba_tiny": (9, 96, 2.0, "v0cls/vssmtiny_dp01_ckpt_epoch_292.pth", 82.2),
+    "vanilla_vmamba_small": (27, 96, 2.0, "v0cls/vssmsmall_dp03_ckpt_epoch_238.pth", 83.5),
+    "vanilla_vmamba_base": (27, 128, 2.0, "v0cls/vssmbase_dp06_ckpt_epoch_241.pth", 83.7),
+}
+
+
+def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
+    version = FIRST_VERSION if name.startswith("vanilla_") else {}
+    MODELS.add(name, ModelEntry(name, VMamba, VMambaConfig, {**config, **version}, weights))
+
+
+_register("vmamba", {})
+_register("vmamba_nano", NANO)
+_register("vanilla_vmamba_nano", NANO)
+for _name, (_depth, _width, _ratio, _file, _top1) in SIZES.items():
+    _config = {"depths": (2, 2, _depth, 2), "dims": _width, "ssm_ratio": _ratio}
+    _register(_name, _config, PublicWeights(url=PUBLIC + _file, licence="MIT", top1=_top1))
