@@ -41,7 +41,8 @@ def golden_model() -> Callable[[str], tuple[nn.Module, dict[str, Tensor], dict]]
         config = json.loads((GOLDENS / f"{name}.json").read_text())["config"]
         recording = ("null_eta", "lr", "weight_decay", "trainable", *NOT_PASSED)
         options = {k: v for k, v in config.items() if k not in recording and not k.startswith("_")}
-        model = create_model("defocus_mamba", **options)
+        families = {"vim_tiny_like": "vim", "vmamba_s2_like": "vmamba", "mambavision_T_like": "mambavision"}
+        model = create_model(families.get(name, "defocus_mamba"), **options)
         weights = {k.removeprefix("state_dict/"): v for k, v in tensors.items() if k.startswith("state_dict/")}
         model.load_state_dict(weights)
         return model.eval(), tensors, config

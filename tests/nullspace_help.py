@@ -5,6 +5,9 @@ from pathlib import Path
 import torch
 
 from mambacl.nullspace import NullSpace
+from mambacl.nullspace.adapters import find_blocks
+from mambacl.nullspace.covariance import value
+from mambacl.nullspace.gathering import watching
 
 GOLDENS = Path(__file__).parent / "goldens"
 X_PROJ, A_LOG, OUT = "mixer.x_proj.weight", "mixer.A_log", "mixer.out_proj.weight"
@@ -34,3 +37,17 @@ def consolidated(model, tasks=1, **overrides):
     for task in range(tasks):
         space.consolidate([images(seed=task)])
     return space
+
+
+def observed(model, batch, index):
+    """What one block shows of a batch."""
+    seen = {}
+    block = find_blocks(model)[index]
+    with watching([block], lambda _, features: seen.update({k: value(features, k) for k in features})), torch.no_grad():
+        model(batch)
+    return seen
+
+
+def hooks(model):
+    """How many hooks there are in a model."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())

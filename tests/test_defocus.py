@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from nullspace_help import observed
 from safetensors.torch import load_file, save_file
 
 from mambacl.backbones import create_model, defocus, list_models, load_weights
@@ -74,15 +75,10 @@ def test_logits_and_block_outputs_are_the_recorded_ones_in_float32(golden_model)
 
 def test_features_of_the_scan_are_the_recorded_ones(golden_model):
     model, tensors, _ = golden_model("defocus_base_like")
-    seen = []
-    for block in model.blocks:
-        block.mixer.observer = seen.append
-    with torch.no_grad():
-        model(tensors["input"])
-    assert len(seen) == 3
-    for call, features in enumerate(seen):
-        assert relative(features["x"].mT, tensors[f"scan_f32/{call}/u"]) < 2e-5
-        assert relative(features["delta"].mT, tensors[f"scan_f32/{call}/delta"]) < 2e-5  # after softplus
+    for call in range(3):
+        features = observed(model, tensors["input"], call)
+        for name, word in {"x": "u", "delta": "delta", "B": "B", "C": "C"}.items():  # delta after softplus
+            assert relative(features[name].mT, tensors[f"scan_f32/{call}/{word}"].squeeze(1)) < 2e-5
 
 
 # The public checkpoints' names and shapes
@@ -228,9 +224,7 @@ def test_rotation_is_the_published_one_by_hand(tiny_model):
 def test_delta_scale_divides_delta(tiny_model):
     seen = {}
     for factor in (1.0, 2.0):
-        model = tiny_model(mamba={"delta_scale_factor": factor})
-        model.blocks[0].mixer.observer = lambda features, factor=factor: seen.__setitem__(factor, features["delta"])
-        model(images())
+        seen[factor] = observed(tiny_model(mamba={"delta_scale_factor": factor}), images(), 0)["delta"]
     torch.testing.assert_close(seen[2.0], seen[1.0] / 2)
 
 
@@ -358,24 +352,20 @@ def test_drop_path_grows_linearly_with_depth_and_rests_in_evaluation(tiny_model)
 
 def test_observer_sees_input_step_sizes_and_gated_output(tiny_model):
     model = tiny_model()
-    mixer, seen, inputs = model.blocks[1].mixer, {}, {}
-    mixer.observer = seen.update
+    mixer, inputs = model.blocks[1].mixer, {}
     mixer.x_proj.register_forward_pre_hook(lambda _, args: inputs.__setitem__("x", args[0]))
     mixer.out_proj.register_forward_pre_hook(lambda _, args: inputs.__setitem__("out", args[0]))
     mixer.dt_proj.register_forward_hook(lambda _, __, output: inputs.__setitem__("delta", F.softplus(output)))
-    model(images(3))
-    assert seen.keys() == {"x", "delta", "out"}
-    for name in seen:
+    seen = observed(model, images(3), 1)
+    for name in ("x", "delta", "out"):
         assert seen[name].shape == (3, 17, 64)
         torch.testing.assert_close(seen[name], inputs[name])
 
 
 def test_observer_sees_the_scan_and_what_follows_by_hand(tiny_model):
     mixer = tiny_model().blocks[0].mixer
-    seen = {}
-    mixer.observer = seen.update
     tokens = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
-    mixer(tokens)
+    seen = observed(mixer, tokens, 0)
     x, z = mixer.in_proj(tokens).chunk(2, -1)
     padded = F.pad(x.mT, (3, 0))
     x = F.silu(F.conv1d(padded, mixer.conv1d.weight, mixer.conv1d.bias, groups=64)).mT
@@ -393,7 +383,7 @@ def test_observer_sees_the_scan_and_what_follows_by_hand(tiny_model):
 
 def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(tiny_model, monkeypatch):
     model = tiny_model(num_classes=3)
-    scanned, seen = [], {}
+    scanned = []
 
     def record(*tensors):
         scanned.extend(tensor.dtype for tensor in tensors)
@@ -401,12 +391,12 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(tiny_model, monk
 
     original = defocus.scan_tokens
     monkeypatch.setattr(defocus, "scan_tokens", record)
-    model.blocks[0].mixer.observer = seen.update
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(images())
+        seen = observed(model, images(), 0)
     assert logits.dtype == torch.bfloat16  # the linear layers around it do run in half precision
-    assert len(scanned) == 10 and set(scanned) == {torch.float32}
-    assert seen["x"].dtype == seen["delta"].dtype == torch.float32
+    assert len(scanned) == 20 and set(scanned) == {torch.float32}
+    assert seen["delta"].dtype == torch.float32
     assert torch.allclose(logits.float(), model(images()), atol=0.2)
     logits.float().sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())

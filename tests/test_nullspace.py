@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from nullspace_help import X_PROJ, images, relative
+from nullspace_help import X_PROJ, hooks, images, observed, relative
 
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace, dense_projector
@@ -22,7 +22,7 @@ def random_covariance(size=12, seed=0):
 @pytest.mark.parametrize("rank", [0, 1, 5, 6, 7, 11, 12])
 def test_low_rank_projector_is_the_textbook_one(rank, eta, scaling):
     covariance = random_covariance()
-    decomposition = decompose(covariance, f"fraction:{(rank + 0.5) / 12 if rank < 12 else 1.0}", torch.float64)
+    [decomposition] = decompose([covariance], f"fraction:{(rank + 0.5) / 12 if rank < 12 else 1.0}")
     assert decomposition.rank == rank
     assert decomposition.basis.shape == (12, min(rank, 12 - rank))  # the smaller of the two spaces
     projector, dense = decomposition.projector(eta, scaling), dense_projector(covariance, rank, eta, scaling)
@@ -34,13 +34,13 @@ def test_low_rank_projector_is_the_textbook_one(rank, eta, scaling):
 
 def test_the_null_directions_are_those_of_the_smallest_eigenvalues():
     covariance = torch.diag(torch.tensor([1.0, 100.0, 0.01, 50.0, 0.02]))
-    projector = decompose(covariance, "fraction:0.4", torch.float64).projector(1.0, "none")
+    projector = decompose([covariance], "fraction:0.4")[0].projector(1.0, "none")
     torch.testing.assert_close(projector.dense(), torch.diag(torch.tensor([0, 0, 1, 0, 1], dtype=torch.float64)))
 
 
 def test_scaling_divides_by_the_frobenius_norm_alone():
     covariance = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0]))
-    dense = decompose(covariance, "fraction:0.75", torch.float64).projector(0.9, "frobenius").dense()
+    dense = decompose([covariance], "fraction:0.75")[0].projector(0.9, "frobenius").dense()
     expected = torch.full((4,), 0.9 / 3**0.5 + 0.1, dtype=torch.float64)
     expected[0] = 0.1
     torch.testing.assert_close(dense, torch.diag(expected))
@@ -57,12 +57,7 @@ SPLITS = {"one batch": [7], "uneven": [3, 3, 1], "one by one": [1] * 7}
 
 
 def seen_features(model, batch, index):
-    seen = {}
-    mixer = model.blocks[index].mixer
-    mixer.observer = seen.update
-    with torch.no_grad():
-        model(batch)
-    mixer.observer = None
+    seen = observed(model, batch, index)
     return seen["x"].double(), seen["delta"].double(), seen["out"].double()
 
 
@@ -129,7 +124,7 @@ def test_modes_come_back_and_observers_go(tiny_model):
     modes = [module.training for module in model.modules()]
     NullSpace(model).consolidate([images()])
     assert [module.training for module in model.modules()] == modes
-    assert all(block.mixer.observer is None for block in model.blocks)
+    assert hooks(model) == 0
 
 
 def test_features_are_those_of_evaluation_mode(tiny_model):
@@ -170,7 +165,7 @@ def test_a_consolidation_that_fails_changes_nothing(tiny_model, loader, error, f
     after = space.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert all(torch.equal(space.projectors()[name].dense(), matrix) for name, matrix in dense.items())
-    assert model.training and all(block.mixer.observer is None for block in model.blocks)
+    assert model.training and hooks(model) == 0
 
 
 def test_a_forward_that_skips_the_blocks_is_noticed(tiny_model):

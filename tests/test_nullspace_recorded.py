@@ -10,9 +10,8 @@ from nullspace_help import GOLDENS, relative
 from safetensors.torch import load_file
 from torch import nn
 
-from mambacl.nullspace import NullSpace, Projector
-from mambacl.nullspace.adapters import Part
-from mambacl.nullspace.optimizer import project_change
+from mambacl.nullspace import NullSpace, Part, Projector
+from mambacl.nullspace.projectors import project_part
 
 
 def public_name(block, word):
@@ -116,14 +115,10 @@ def test_a_single_projected_step_is_the_recorded_one(case, recorded_steps):
             "out": [("out", None, "right")],
         }
         for name, pieces in parts.items():
-            table = [
-                (
-                    Part(kind, name, rows, side),
-                    projector_of(recorded_steps[f"{case['name']}.proj.{kind}"], case["eta"]),
-                )
-                for kind, rows, side in pieces
-            ]
-            project_change(before[name], parameters[name].detach(), table)
+            for kind, rows, side in pieces:
+                part = Part(kind, name, (rows,) if rows else (), side)
+                projector = projector_of(recorded_steps[f"{case['name']}.proj.{kind}"], case["eta"])
+                project_part(before[name], parameters[name].detach(), part, projector)
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.detach(), recorded("after.param", name), rtol=0, atol=5e-7, msg=name)
         for word in ("exp_avg", "exp_avg_sq"):

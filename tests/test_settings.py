@@ -9,7 +9,7 @@ from torch import nn
 
 from mambacl.backbones.defocus import Mixer, MixerConfig
 from mambacl.errors import UserError
-from mambacl.nullspace import KINDS, SETTINGS, NullSpace, Rule, Setting, ablation
+from mambacl.nullspace import PAPER_KINDS, SETTINGS, NullSpace, Rule, Setting, ablation
 from mambacl.nullspace.adapters import find_blocks
 
 
@@ -29,7 +29,7 @@ def test_default_trains_and_protects_every_kind(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "projected", [(), ("W_delta",), ("A",), ("out",), ("W_delta", "W_B", "W_C", "A"), KINDS], ids="+".join
+    "projected", [(), ("W_delta",), ("A",), ("out",), ("W_delta", "W_B", "W_C", "A"), PAPER_KINDS], ids="+".join
 )
 def test_ablation_projects_the_named_kinds_and_trains_all(tiny_model, projected):
     model = tiny_model()
@@ -38,14 +38,14 @@ def test_ablation_projects_the_named_kinds_and_trains_all(tiny_model, projected)
     space.consolidate([images()])
     kinds = {part.kind for _, part in space.parts() if part.name in space.projectors()}
     assert kinds == set(projected)
-    assert all(space.setting.rule(kind).feature == SETTINGS["paper"].rule(kind).feature for kind in KINDS)
+    assert all(space.setting.rule(kind).feature == SETTINGS["paper"].rule(kind).feature for kind in PAPER_KINDS)
 
 
 def test_without_projection_trains_the_same_freely(tiny_model):
     model = tiny_model()
     free = NullSpace(model, SETTINGS["paper"].without_projection())
     free.consolidate([images()])
-    assert free.constrained() == {} and free.trained_names() == NullSpace(model).trained_names()
+    assert free.protections() == [] and free.trained_names() == NullSpace(model).trained_names()
 
 
 @pytest.mark.parametrize("blocks, expected", [(None, [0, 1, 2]), (1, [0]), (2, [0, 1]), ([2], [2]), ([0, 2], [0, 2])])
@@ -68,19 +68,19 @@ def test_describe_says_what_is_trained_and_protected(tiny_model):
     text = NullSpace(model, eta=0.9, A={"trains": False}, out={"projected": False}).describe()
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert "2 selective SSMs; eta 0.9, rank by corner" in text
-    assert "512 values in 2 blocks, protected by x" in lines["W_delta"]  # 2 blocks of 4 x 64
-    assert "1,024 values in 2 blocks, protected by delta-x" in lines["W_B"]
-    assert "1,024 values in 2 blocks, protected by x" in lines["W_C"]
-    assert "fixed" in lines["A"] and "4,096 values in 2 blocks, trained freely" in lines["out"]
+    assert "512 values in 2 parts, protected by x" in lines["W_delta"]  # 2 blocks of 4 x 64
+    assert "1,024 values in 2 parts, protected by delta-x" in lines["W_B"]
+    assert "1,024 values in 2 parts, protected by x" in lines["W_C"]
+    assert "fixed" in lines["A"] and "4,096 values in 2 parts, trained freely" in lines["out"]
     total = sum(parameter.numel() for parameter in model.parameters())
     assert f"trains {512 + 1024 + 1024 + 4096:,} of {total:,} values" in lines["trains"]
 
 
 def test_named_settings_say_what_the_paper_and_the_public_code_do():
     paper, public = SETTINGS["paper"], SETTINGS["public-code"]
-    assert [paper.rule(kind).feature for kind in KINDS] == ["x", "delta-x", "x", "delta", "out"]
+    assert [paper.rule(kind).feature for kind in PAPER_KINDS] == ["x", "delta-x", "x", "delta", "out"]
     assert (paper.accumulate, paper.rank, paper.scaling, paper.eta) == ("sum", "corner", "none", 0.95)
-    assert [public.rule(kind).feature for kind in KINDS] == ["x", "delta-x-per-image", "x", "delta", "out"]
+    assert [public.rule(kind).feature for kind in PAPER_KINDS] == ["x", "delta-x-per-image", "x", "delta", "out"]
     assert (public.accumulate, public.rank, public.scaling) == ("batch-mean", "smoothed-corner", "frobenius")
 
 

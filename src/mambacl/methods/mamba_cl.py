@@ -16,6 +16,7 @@ class MambaCL(HeadPerTask):
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.space = NullSpace(model, setup.setting)
+        self.steps: dict[str, Tensor] = {}
         super().__init__(model, setup)
 
     def trained_names(self) -> list[str]:
@@ -28,11 +29,20 @@ class MambaCL(HeadPerTask):
         done = self.space.consolidate(batches)
         return {"covariance": done.covariance_seconds, "decomposition": done.decomposition_seconds}
 
+    def state_dict(self) -> dict[str, Tensor]:
+        steps = {f"space.{name}": tensor for name, tensor in self.space.step_state_dict().items()}
+        return {**super().state_dict(), **steps}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("space.")})
+        self.steps = {name.removeprefix("space."): t for name, t in state.items() if name.startswith("space.")}
+
     def task_state_dict(self) -> dict[str, Tensor]:
         return self.space.state_dict()
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.space.load_state_dict(state)
+        self.space.load_step_state_dict(self.steps)  # they belong to the projectors of this state
 
 
 METHODS.add(MambaCL.name, MambaCL)

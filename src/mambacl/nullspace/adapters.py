@@ -1,83 +1,106 @@
-"""How the null space sees a model: blocks, the parts of their parameters by kind, and a way to observe their features.
+"""How the null space sees a model: blocks, the parts of their parameters, and a way to observe their features.
 
-An adapter is a function from a module and its name to a `Block`; it is registered for the module's class. Other
-packages add their own through the entry point group `mambacl.adapters`.
+An adapter looks at a module and returns a `Block`, or None for a module that it does not know. The adapters for
+selective SSMs are in `selective.py`, those for plain layers in `layers.py`. Other packages add their own through the
+entry point group `mambacl.adapters`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from mambacl.backbones.defocus import Mixer
 from mambacl.nullspace.covariance import Features
-from mambacl.nullspace.projectors import Side
 from mambacl.registry import Registry
 
+Side = Literal["right", "left"]
+Form = Literal["linear", "convolution", "elementwise"]
 Record = Callable[[Features], None]
+Index = int | tuple[int, int]  # a place, or from and to
 
 
 @dataclass(frozen=True)
 class Part:
     """A parameter, or some of its rows, that plays one role in the block."""
 
-    kind: str  # W_delta, W_B, W_C, A, out
+    kind: str  # W_delta, W_B, W_C, W_dt, A, out, linear, conv
     parameter: str  # full name in the model
-    rows: tuple[int, int] | None = None
+    index: tuple[Index, ...] = ()  # along the leading axes
     side: Side = "right"  # where the projector stands: update P, or P update
+    groups: int = 1  # of a convolution
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """the block's own names for x, delta, ... where it has several of them"""
 
     @property
     def name(self) -> str:
-        return self.parameter if self.rows is None else f"{self.parameter}[{self.rows[0]}:{self.rows[1]}]"
+        if not self.index:
+            return self.parameter
+        return f"{self.parameter}[{','.join(f'{i}' if isinstance(i, int) else f'{i[0]}:{i[1]}' for i in self.index)}]"
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part's rows of its parameter, or of anything in its shape."""
-        return parameter if self.rows is None else parameter[self.rows[0] : self.rows[1]]
+        """The part of its parameter, or of anything in its shape: a view."""
+        return parameter[tuple(i if isinstance(i, int) else slice(*i) for i in self.index)]
+
+    def matrix(self, parameter: Tensor) -> Tensor:
+        """A view of the part as (groups, n, D), so that every projection is a product from the right."""
+        part = self.of(parameter)
+        if self.side == "left":
+            return (part.T if part.dim() == 2 else part[None])[None]
+        return part.reshape(self.groups, part.shape[0] // self.groups, -1)
+
+    def restored(self, matrix: Tensor, shape: torch.Size) -> Tensor:
+        """A matrix (groups, n, D) in the part's own shape."""
+        if self.side == "left":
+            return (matrix[0].T if len(shape) == 2 else matrix[0, 0]).reshape(shape)
+        return matrix.reshape(shape)
 
 
 @dataclass(frozen=True)
 class Block:
+    """A module with its parts. `hooks` registers hooks that show features, and returns their handles."""
+
     name: str
+    module: nn.Module
     parts: tuple[Part, ...]
-    observe: Callable[[Record | None], None]  # starts showing features to the record, or stops
+    hooks: Callable[[Record], list[Any]]
+    selective: bool = True  # a selective SSM, as opposed to a plain layer
 
 
-Adapter = Callable[[nn.Module, str], Block]
-ADAPTERS: Registry[tuple[type[nn.Module], Adapter]] = Registry("null-space adapter", "mambacl.adapters")
+Adapter = Callable[[nn.Module, str], Block | None]
+ADAPTERS: Registry[Adapter] = Registry("null-space adapter", "mambacl.adapters")
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
-    """The blocks of a model that an adapter knows, in the model's order."""
+def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
+    """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them."""
+    from mambacl.nullspace.layers import plain_layer
+
     adapters = [ADAPTERS.get(name) for name in ADAPTERS.names()]
-    blocks = []
+    own = {name for name, _ in model.named_parameters()}
+    blocks: list[Block] = []
+    claimed: set[str] = set()
     for name, module in model.named_modules():
-        for module_class, adapter in adapters:
-            if isinstance(module, module_class):
-                blocks.append(adapter(module, name))
+        found = next((block for adapter in adapters if (block := adapter(module, name)) is not None), None)
+        if found is not None:
+            blocks.append(found)
+            claimed |= {part.parameter for part in found.parts}
+    if layers:
+        for name, module in model.named_modules():
+            layer = plain_layer(module, name)
+            if layer is not None and layer.parts[0].parameter in own - claimed:
+                blocks.append(layer)
+        order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+        blocks.sort(key=lambda block: order[block.name])
     return blocks
 
 
-def selective_ssm(module: nn.Module, name: str) -> Block:
-    """Our own mixers: x_proj holds the rows of W_delta, W_B and W_C; the module shows its features to `observer`."""
-    assert isinstance(module, Mixer)
-    rank, states = module.config.time_step_rank, module.config.state_size
-    prefix = f"{name}." if name else ""
-    x_proj = prefix + "x_proj.weight"
-
-    def observe(record: Record | None) -> None:
-        module.observer = record
-
-    return Block(
-        name,
-        (
-            Part("W_delta", x_proj, (0, rank)),
-            Part("W_B", x_proj, (rank, rank + states)),
-            Part("W_C", x_proj, (rank + states, rank + 2 * states)),
-            Part("A", prefix + "A_log", side="left"),
-            Part("out", prefix + "out_proj.weight"),
-        ),
-        observe,
-    )
+def batched(rows: Tensor, batch: int | None) -> Tensor:
+    """Features as (images, tokens, channels); some modules are given them as (images x tokens, channels)."""
+    if rows.dim() == 2:
+        return rows.unflatten(0, (batch or 1, -1))
+    return rows.flatten(1, -2)
 
 
-ADAPTERS.add("defocus_mamba", (Mixer, selective_ssm))
+def first_tensor(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    return next(value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor))

@@ -2,7 +2,8 @@
 
 The optimizer computes its step as it always does. Around it, two of PyTorch's own hooks remember the constrained
 parameters and then replace their change by the projected one, so that moments, fused kernels and weight decay stay
-the optimizer's.
+the optimizer's. Copies of a parameter that an optimizer keeps in its state, such as the sequence z of schedule-free
+optimizers, are treated like the parameter.
 """
 
 from __future__ import annotations
@@ -13,24 +14,19 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.nullspace.adapters import Part
-from mambacl.nullspace.projectors import Projector
 
 if TYPE_CHECKING:
     from mambacl.nullspace.space import NullSpace
 
-
-def project_change(before: Tensor, after: Tensor, parts: list[tuple[Part, Projector | None]]) -> None:
-    """Replaces the change from `before` to `after`, in place, by its projection. Rows of no part keep theirs."""
-    for part, projector in parts:
-        old, new = part.of(before), part.of(after)
-        if projector is None:
-            new.copy_(old)
-        else:
-            new.copy_(old + projector.apply(new - old, part.side))
+COPY = "z"  # the entry of a schedule-free optimizer's state that is a parameter itself, not a moment
 
 
 def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"NullSpace.wrap takes a torch optimizer, got {type(optimizer).__name__}: give it the one that steps."
+        )
+
     def trained() -> dict[str, torch.nn.Parameter]:
         """By name; groups may be added after the wrapping."""
         given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -40,22 +36,32 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
         raise UserError(
             "NullSpace.wrap got an optimizer without any parameter that it protects: build it from space.parameters()."
         )
-    before: dict[str, tuple[torch.nn.Parameter, Tensor]] = {}
+    keeps_copy = "ScheduleFree" in type(optimizer).__name__
+    before: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    parameters: dict[str, torch.nn.Parameter] = {}
 
     def remember(*_: Any) -> None:
-        before.clear()
-        names = trained()
-        for name in space.constrained():
-            if name in names:
-                before[name] = names[name], names[name].detach().clone()
+        forget()
+        constrained = space.constrained_names()
+        for name, parameter in trained().items():
+            if name in constrained:
+                parameters[name], before[name] = parameter, parameter.detach().clone()
+                if keeps_copy:  # one that the first step makes begins as the parameter
+                    copies[name] = optimizer.state.get(parameter, {}).get(COPY, parameter).detach().clone()
 
-    @torch.no_grad()
     def project(*_: Any) -> None:
-        for name, parts in space.constrained().items():
-            if name in before:
-                parameter, old = before[name]
-                project_change(old, parameter.detach(), parts)
-        before.clear()
+        space.project(before, {name: parameter.detach() for name, parameter in parameters.items()})
+        if keeps_copy:
+            now = {
+                name: optimizer.state[p][COPY] for name, p in parameters.items() if COPY in optimizer.state.get(p, {})
+            }
+            space.project({name: copies[name] for name in now}, now, counted=False)
+        forget()
+
+    def forget() -> None:
+        for table in (before, copies, parameters):
+            table.clear()
 
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(project)

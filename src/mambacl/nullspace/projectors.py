@@ -1,67 +1,113 @@
 """From a covariance to the projection of an update, eta H + (1 - eta) I with H = U U^T.
 
 U spans the null directions. H is kept by the smaller of the two spaces: with V spanning the others, U U^T = I - V
-V^T. Either way the projection is `identity` I + `factor` V V^T for one orthonormal basis V.
+V^T. Either way the projection is `identity` I + `factor` V V^T for one orthonormal basis V. A convolution of several
+groups has a covariance, and so a basis, for each of them: everything here may have a leading axis of groups.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mambacl.nullspace.ranks import as_spectrum, null_rank
-
-Side = Literal["right", "left"]
+from mambacl.nullspace.adapters import Part, Side
+from mambacl.nullspace.ranks import as_spectrum, null_ranks
 
 
 @dataclass(frozen=True)
 class Projector:
-    basis: Tensor  # (D, r), orthonormal columns
-    identity: float
-    factor: float
+    basis: Tensor  # (D, r) or (groups, D, r): orthonormal columns, and zeros where a group has fewer of them
+    identity: Tensor | float  # numbers, or (groups, 1, 1)
+    factor: Tensor | float
 
     def apply(self, update: Tensor, side: Side) -> Tensor:
         """P update (left, update (D, n)) or update P (right, update (n, D))."""
-        V = self.basis
+        V = self.basis.to(torch.promote_types(self.basis.dtype, torch.float32))
         update = update.to(V.dtype)
-        low_rank = V @ (V.T @ update) if side == "left" else (update @ V) @ V.T
+        low_rank = V @ (V.mT @ update) if side == "left" else (update @ V) @ V.mT
         return self.identity * update + self.factor * low_rank
 
     def dense(self) -> Tensor:
-        eye = torch.eye(len(self.basis), dtype=self.basis.dtype, device=self.basis.device)
-        return self.identity * eye + self.factor * self.basis @ self.basis.T
+        V = self.basis.to(torch.promote_types(self.basis.dtype, torch.float32))
+        eye = torch.eye(V.shape[-2], dtype=V.dtype, device=V.device)
+        return self.identity * eye + self.factor * (V @ V.mT)
+
+
+def project_part(before: Tensor, after: Tensor, part: Part, projector: Projector) -> None:
+    """Replaces a part's change, in place, by its projection: the plain twin of `Bank.project`, for one group."""
+    old, new = part.of(before), part.of(after)
+    new.copy_(old + projector.apply(new - old, part.side))
 
 
 @dataclass(frozen=True)
 class Decomposition:
     """The spectrum of a covariance, descending, the number of null directions, and the basis of the smaller space."""
 
-    spectrum: Tensor
-    rank: int
-    basis: Tensor
+    spectrum: Tensor  # (D,) or (groups, D)
+    ranks: Tensor  # () or (groups,)
+    basis: Tensor  # (D, r) or (groups, D, r)
+
+    @property
+    def rank(self) -> int:
+        """Null directions; of several groups, the sum."""
+        return int(self.ranks.sum())
+
+    @property
+    def protected(self) -> int:
+        return self.spectrum.numel() - self.rank
+
+    @cached_property
+    def holds_null_space(self) -> Tensor:
+        return holds_null_space(self.ranks, self.spectrum.shape[-1])
 
     def projector(self, eta: float, scaling: str) -> Projector:
-        strength = eta
-        if scaling == "frobenius" and self.rank > 0:
-            strength /= self.rank**0.5  # the norm of U U^T is sqrt(R)
-        if holds_null_space(self.rank, len(self.spectrum)):
-            return Projector(self.basis, 1 - eta, strength)
-        return Projector(self.basis, 1 - eta + strength, -strength)
+        ranks = self.ranks.double()
+        strength = eta / ranks.clamp(min=1).sqrt() if scaling == "frobenius" else eta + 0 * ranks  # |U U^T| = sqrt(R)
+        identity = torch.where(self.holds_null_space, 1 - eta, 1 - eta + strength)
+        factor = torch.where(self.holds_null_space, strength, -strength)
+        if ranks.dim() == 0:
+            return Projector(self.basis, identity.item(), factor.item())
+        shape = (-1, 1, 1)
+        device = self.basis.device
+        return Projector(self.basis, identity.view(shape).to(device), factor.view(shape).to(device))
 
 
-def holds_null_space(rank: int, size: int) -> bool:
+def holds_null_space(ranks: Tensor, size: int) -> Tensor:
     """Whether the kept basis spans the null directions rather than the others: the fewer of them."""
-    return rank < size - rank
+    return ranks < size - ranks
 
 
-def decompose(covariance: Tensor, rule: str, precision: torch.dtype) -> Decomposition:
-    """`eigh` in float64, and the rank by the rule, which sees the spectrum in the precision given."""
-    eigenvalues, vectors = torch.linalg.eigh(covariance.double())  # ascending: the null directions come first
-    spectrum = as_spectrum(eigenvalues)
-    rank = null_rank(spectrum.to(precision), rule)
-    basis = vectors[:, :rank] if holds_null_space(rank, len(spectrum)) else vectors[:, rank:]
-    return Decomposition(spectrum, rank, basis.contiguous())
+def decompose(
+    covariances: Sequence[Tensor],
+    rule: str,
+    precision: torch.dtype = torch.float64,
+    storage: torch.dtype = torch.float64,
+    together: bool = False,
+) -> list[Decomposition]:
+    """`eigh` in float64 of each covariance, and the ranks by the rule, which sees the spectra in the precision given;
+    bases in that of the storage."""
+    solved = [torch.linalg.eigh(covariance.double()) for covariance in covariances]  # ascending: null directions first
+    spectra = [as_spectrum(eigenvalues).cpu() for eigenvalues, _ in solved]
+    single = [row for spectrum in spectra for row in spectrum.to(precision).reshape(-1, spectrum.shape[-1])]
+    ranks = iter(null_ranks(single, rule, together))
+    return [
+        _chosen(spectrum, [next(ranks) for _ in spectrum.reshape(-1, spectrum.shape[-1])], vectors, storage)
+        for spectrum, (_, vectors) in zip(spectra, solved, strict=True)
+    ]
+
+
+def _chosen(spectrum: Tensor, ranks: list[int], vectors: Tensor, storage: torch.dtype) -> Decomposition:
+    size = spectrum.shape[-1]
+    counts = torch.tensor(ranks).reshape(spectrum.shape[:-1])
+    kept = torch.minimum(counts, size - counts)
+    width = int(kept.max())
+    bases = []
+    for rank, group in zip(ranks, vectors.reshape(-1, size, size), strict=True):
+        own = group[:, :rank] if rank < size - rank else group[:, rank:]
+        bases.append(torch.nn.functional.pad(own.to(storage), (0, width - own.shape[1])))
+    return Decomposition(spectrum, counts, torch.stack(bases).reshape(*vectors.shape[:-1], width))
 
 
 def dense_projector(covariance: Tensor, rank: int, eta: float, scaling: str) -> Tensor:

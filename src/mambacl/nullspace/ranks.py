@@ -4,7 +4,7 @@ A spectrum is descending and non-negative: the eigenvalues of an uncentred covar
 same).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,13 +25,42 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
     float32)
     - "energy:0.99": all but the leading directions that hold that share of the trace
     - "fraction:0.5": that share of the directions
+    - "tolerance:1e-12": those whose eigenvalue is at most that share of the largest, zero but for rounding
+
+    All directions of a spectrum of zeros are null, except by "fraction".
     """
     values = spectrum.detach().cpu().numpy() if isinstance(spectrum, Tensor) else np.asarray(spectrum)
     if values.ndim != 1 or len(values) == 0:
         raise UserError(f"A spectrum is a vector with at least one value, got shape {values.shape}.")
     if not np.isfinite(values).all():
         raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
-    return parse_rule(rule)(values)
+    count = parse_rule(rule)
+    return len(values) if not values.any() and not rule.startswith("fraction") else count(values)
+
+
+def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool = False) -> list[int]:
+    """The ranks of several spectra: each by itself, or `together`, by one threshold for all of them, each taken
+    relative to its trace.
+
+    A spectrum without any corner, where the paper's formula would protect a single direction, is protected whole.
+    """
+    if not together or rule.startswith("fraction"):
+        return [0 if rule == "corner" and _flat(spectrum) else null_rank(spectrum, rule) for spectrum in spectra]
+    arrays = [np.asarray(s.detach().cpu().numpy() if isinstance(s, Tensor) else s) for s in spectra]
+    if not all(np.isfinite(values).all() for values in arrays):
+        raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
+    relative = [values / (values.sum(dtype=np.float64) or 1.0) for values in arrays]
+    pooled = np.concatenate(relative)
+    owner = np.repeat(np.arange(len(arrays)), [len(values) for values in arrays])
+    order = np.argsort(-pooled, kind="stable")
+    null = order[len(pooled) - null_rank(pooled[order], rule) :]
+    return np.bincount(owner[null], minlength=len(arrays)).tolist()
+
+
+def _flat(spectrum: Tensor | Spectrum) -> bool:
+    """All values alike, to rounding, and not zero."""
+    high, low = float(spectrum[0]), float(spectrum[-1])
+    return high > 0 and high - low <= 1e-6 * high
 
 
 def parse_rule(rule: str) -> Callable[[Spectrum], int]:
@@ -40,7 +69,7 @@ def parse_rule(rule: str) -> Callable[[Spectrum], int]:
     if name in SHARES and not share:
         raise UserError(f"The rank rule '{name}' needs a share between 0 and 1, as in {name}:0.99.")
     if name not in RULES or (share and name not in SHARES):
-        known = "corner, smoothed-corner, energy:SHARE, fraction:SHARE"
+        known = "corner, smoothed-corner, energy:SHARE, fraction:SHARE, tolerance:SHARE"
         raise UserError(f"There is no rank rule '{rule}'.{did_you_mean(name, RULES)} Known: {known}.")
     if not share:
         return RULES[name]
@@ -88,13 +117,18 @@ def fraction(spectrum: Spectrum, share: float) -> int:
     return int(share * len(spectrum) + 1e-9)  # 0.29 of 100 is 29
 
 
+def tolerance(spectrum: Spectrum, share: float) -> int:
+    return int((spectrum <= share * spectrum[0]).sum())
+
+
 RULES: dict[str, Callable[..., int]] = {
     "corner": corner,
     "smoothed-corner": smoothed_corner,
     "energy": energy,
     "fraction": fraction,
+    "tolerance": tolerance,
 }
-SHARES = ("energy", "fraction")
+SHARES = ("energy", "fraction", "tolerance")
 
 
 def second_difference(values: Spectrum) -> Spectrum:

@@ -1,7 +1,8 @@
 """What the null space does, as data: a `Setting` says it for each kind of parameter, and the named settings are
 values of it.
 
-The kinds are the paper's: W_delta, W_B, W_C, A and `out`, the linear layer after the SSM.
+The kinds are the paper's, W_delta, W_B, W_C, A and `out`, the linear layer after the SSM; W_dt, the second linear map
+of delta; and, where every layer is trained, `linear` and `conv`.
 """
 
 import dataclasses
@@ -13,16 +14,23 @@ from mambacl.errors import UserError
 from mambacl.nullspace.ranks import parse_rule
 from mambacl.registry import did_you_mean
 
-KINDS = ("W_delta", "W_B", "W_C", "A", "out")
+PAPER_KINDS = ("W_delta", "W_B", "W_C", "A", "out")
+KINDS = (*PAPER_KINDS, "W_dt", "linear", "conv")
 
-Feature = Literal["x", "delta", "delta-x", "delta-x-per-image", "out"]
+Feature = Literal["x", "delta", "delta-elementwise", "delta-x", "delta-x-per-image", "dt", "out", "in"]
 FEATURES: dict[str, str] = {
     "x": "the SSM's input, tokens x D",
     "delta": "the step sizes, tokens x D",
+    "delta-elementwise": "the step sizes, channel by channel: where they were active, A stays",
     "delta-x": "delta X as in the paper: x x^T of each token, weighted by |delta|^2",
     "delta-x-per-image": "delta^T X of each image, D x D, as in the public code",
+    "dt": "the input of delta's second linear map, tokens x rank",
     "out": "the input of the linear layer after the SSM, tokens x D",
+    "in": "the input of a layer; of a convolution, its windows",
 }
+MEANT_FOR = {"A": ("delta", "delta-elementwise"), "W_dt": ("dt",), "linear": ("in",), "conv": ("in",)}
+"""features of the right size, for the kinds that have not all of them to choose from"""
+FOR_X = ("x", "delta", "delta-x", "delta-x-per-image", "out")
 
 
 @dataclass(frozen=True)
@@ -51,20 +59,43 @@ class Setting:
     """the state transition, stored as A_log (Eq. delta dA = 0, projector H2, from the left)"""
     out: Rule = Rule(feature="out")
     """the linear layer after the SSM (projector H_out)"""
+    W_dt: Rule = Rule(trains=False, feature="dt")
+    """the second linear map of delta; the published method leaves it as it is"""
+    linear: Rule = Rule(feature="in")
+    """the other linear layers, with layers: all"""
+    conv: Rule = Rule(feature="in")
+    """convolutions, with layers: all"""
+    layers: Literal["ssm", "all"] = "ssm"
+    """ssm: the selective SSMs and the linear layer after each; all: every linear and convolution layer and W_dt too, as
+    in training from scratch"""
+    others: Literal["first-task", "fixed", "free"] = "first-task"
+    """norms, biases, D, freq, tokens and the like, with layers: all. first-task: trained in the first, then fixed"""
     accumulate: Literal["sum", "batch-mean"] = "sum"
     """plain sums over all tokens, or the mean of each batch, summed over batches and tasks"""
     rank: str = "corner"
-    """rule for the number of null directions: corner, smoothed-corner, energy:SHARE or fraction:SHARE"""
+    """rule for the number of null directions: corner, smoothed-corner, energy:SHARE, fraction:SHARE or
+    tolerance:RELATIVE"""
+    rank_over: Literal["block", "all"] = "block"
+    """block: the rule sees each spectrum by itself; all: a feature's in all blocks at once, each over its trace"""
     scaling: Literal["none", "frobenius"] = "none"
     """none: H = U U^T; frobenius: that divided by its Frobenius norm"""
     eta: float = 0.95
     """strictness: the update is multiplied by eta H + (1 - eta) I"""
+    relax: float = 0.0
+    """with A by delta-elementwise: the share of a channel's output by which moving A may change the scan on old inputs,
+    at most; 0 fixes A"""
     blocks: int | list[int] | None = None
     """blocks to fine-tune: the first so many, or those listed; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
     """precision in which the rank rule sees the spectrum"""
     products: Literal["float64", "float32"] = "float64"
     """precision of the products within a batch; their sums are float64 always"""
+    storage: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """precision in which projectors are kept; models in float64 keep them so"""
+    covariances: Literal["device", "cpu", "disk"] = "device"
+    """where covariances are kept between tasks: on the model's device, in the machine's memory, or mapped to disk"""
+    keep_tasks: bool = False
+    """keep each task's covariances apart, so that a task can be taken back: NullSpace.forget"""
 
     def __post_init__(self) -> None:
         parse_rule(self.rank)
@@ -73,9 +104,14 @@ class Setting:
                 raise UserError(f"{name} is one of {', '.join(get_args(kind))}, got '{getattr(self, name)}'.")
         if not isinstance(self.eta, (int, float)) or not 0.0 <= self.eta <= 1.0:
             raise UserError(f"eta must lie between 0 (no protection) and 1 (strict projection), got {self.eta}.")
+        if not isinstance(self.relax, (int, float)) or not 0.0 <= self.relax < 1.0:
+            raise UserError(f"relax must lie between 0 (A is fixed) and 1, got {self.relax}.")
+        if self.relax > 0 and self.A.feature != "delta-elementwise":
+            raise UserError("relax goes with A protected by delta-elementwise, as in the setting 'exact'.")
         for kind in KINDS:
-            if self.rule(kind).feature not in FEATURES:
-                raise UserError(f"{kind} has no feature '{self.rule(kind).feature}'; known: {', '.join(FEATURES)}.")
+            known = MEANT_FOR.get(kind, FOR_X)
+            if getattr(self, kind).feature not in known:
+                raise UserError(f"{kind} has no feature '{getattr(self, kind).feature}'; known: {', '.join(known)}.")
         listed = [self.blocks - 1] if isinstance(self.blocks, int) else self.blocks
         if listed is not None and (
             not isinstance(listed, (list, tuple))
@@ -87,7 +123,13 @@ class Setting:
             )
 
     def rule(self, kind: str) -> Rule:
-        return getattr(self, kind)
+        """What happens to a kind, `layers` considered."""
+        rule: Rule = getattr(self, kind)
+        if self.layers == "ssm" and kind in ("linear", "conv"):
+            return dataclasses.replace(rule, trains=False)
+        if self.layers == "all" and kind == "W_dt":
+            return dataclasses.replace(rule, trains=True)
+        return rule
 
     def trains_block(self, index: int) -> bool:
         if self.blocks is None:
@@ -96,8 +138,9 @@ class Setting:
 
     def without_projection(self) -> "Setting":
         """The same parameters, trained freely: Mamba-Seq."""
-        free: dict[str, Any] = {kind: dataclasses.replace(self.rule(kind), projected=False) for kind in KINDS}
-        return dataclasses.replace(self, **free)
+        free: dict[str, Any] = {kind: dataclasses.replace(getattr(self, kind), projected=False) for kind in KINDS}
+        others = "free" if self.others == "first-task" else self.others
+        return dataclasses.replace(self, others=others, **free)
 
     def override(self, **changes: Any) -> "Setting":
         """A copy with some fields changed; a rule may be given as a mapping of its own changes."""
@@ -111,7 +154,7 @@ class Setting:
                     if key not in fields:
                         hint = did_you_mean(key, fields)
                         raise UserError(f"A rule has no '{key}'.{hint} Known: {', '.join(fields)}.")
-                changes[name] = dataclasses.replace(self.rule(name), **value)
+                changes[name] = dataclasses.replace(getattr(self, name), **value)
         return dataclasses.replace(self, **changes)
 
 
@@ -123,6 +166,12 @@ SETTINGS: dict[str, Setting] = {
         rank="smoothed-corner",
         scaling="frobenius",
         spectrum="float32",
+    ),
+    "exact": Setting(
+        W_B=Rule(feature="x"),
+        A=Rule(feature="delta-elementwise"),
+        rank="tolerance:1e-12",
+        eta=1.0,
     ),
 }
 
@@ -136,6 +185,10 @@ def setting_named(name: str) -> Setting:
 def ablation(*projected: str) -> dict[str, Rule]:
     """Overrides for a row of the paper's ablation: only these kinds are projected, all train."""
     for kind in projected:
-        if kind not in KINDS:
-            raise UserError(f"There is no kind '{kind}'.{did_you_mean(kind, KINDS)} Known: {', '.join(KINDS)}.")
-    return {kind: dataclasses.replace(SETTINGS["paper"].rule(kind), projected=kind in projected) for kind in KINDS}
+        if kind not in PAPER_KINDS:
+            raise UserError(
+                f"There is no kind '{kind}'.{did_you_mean(kind, PAPER_KINDS)} Known: {', '.join(PAPER_KINDS)}."
+            )
+    return {
+        kind: dataclasses.replace(SETTINGS["paper"].rule(kind), projected=kind in projected) for kind in PAPER_KINDS
+    }

@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -14,15 +13,19 @@ from torch import Tensor, nn
 
 from mambacl.errors import UserError
 from mambacl.log import logger
-from mambacl.nullspace.adapters import Block, Features, Part, find_blocks
-from mambacl.nullspace.covariance import SHARES
+from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
+from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks
+from mambacl.nullspace.bank import Bank, Fence
+from mambacl.nullspace.elementwise import Box
+from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
 from mambacl.nullspace.optimizer import project_steps
 from mambacl.nullspace.projectors import Decomposition, Projector, decompose
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
+from mambacl.nullspace.shelf import Shelf
 from mambacl.tensorfile import read_tensors, write_tensors
 
-Key = tuple[str, str]  # block, feature
-WORDS = ("covariance", "spectrum", "basis", "rank")  # what is kept of each protected part
+BOX_WORDS = ("lower", "upper")
+MOVED = "moved"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,17 @@ class Consolidation:
     decomposition_seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Protection:
+    """A parameter (or rows of it), the feature that multiplies it, from which side, and in which way."""
+
+    name: str
+    kind: str
+    feature: str
+    side: Side
+    form: Form
+
+
 class NullSpace:
     """Finds the selective SSMs of a model, remembers the features of finished tasks, and projects updates.
 
@@ -42,32 +56,58 @@ class NullSpace:
         ...                        # train one task as usual
         space.consolidate(loader)  # after each task
 
-    `setting`: a name ("paper", "public-code") or a `Setting`; `overrides` change fields of it.
+    `setting`: a name ("paper", "public-code", "exact") or a `Setting`; `overrides` change fields of it. `leave`: names
+    of modules that are none of its business, such as a classifier. `folder`: for covariances that are kept on disk.
     """
 
-    def __init__(self, model: nn.Module, setting: str | Setting = "paper", **overrides: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: str | Setting = "paper",
+        *,
+        leave: Sequence[str] = (),
+        folder: str | Path | None = None,
+        **overrides: Any,
+    ) -> None:
         self.setting = (setting_named(setting) if isinstance(setting, str) else setting).override(**overrides)
-        self.model = model
-        found = find_blocks(model)
+        self.model = unwrapped(model)
+        self.leave = tuple(leave)
+        every_layer = self.setting.layers == "all"
+        found = [block for block in find_blocks(self.model, every_layer) if not self._left(block.name)]
+        if not every_layer:
+            found = [dataclasses.replace(block, parts=_of_the_ssm(block.parts)) for block in found]
         if not found:
+            advice = (
+                "it has no linear or convolution layer either" if every_layer else "layers='all' protects plain layers"
+            )
             raise UserError(
                 "NullSpace found nothing to protect: the model has no selective SSM that an adapter knows; "
-                "register one in the entry point group 'mambacl.adapters'."
+                f"{advice}; or register an adapter in the entry point group 'mambacl.adapters'."
             )
-        self._check_blocks(len(found))
-        self.blocks = [block for i, block in enumerate(found) if self.setting.trains_block(i)]
+        self._check_blocks(sum(block.selective for block in found))
+        places = {block.name: i for i, block in enumerate(block for block in found if block.selective)}
+        self.blocks = [b for b in found if not b.selective or self.setting.trains_block(places[b.name])]
         self.tasks = 0
+        self.moved: list[dict[str, Tensor]] = []  # by task, then by part: see `Bank.moved`
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._covariances: dict[Key, Tensor] = {}
-        self._decompositions: dict[Key, Decomposition] = {}
-        self._projectors: dict[Key, Projector] = {}
+        self._shelf = Shelf(self.setting.covariances, self._device(), None if folder is None else Path(folder))
+        self._gathered: list[Gathered] = []  # a task each, or all in one
+        self._spectra: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._bank: Bank | None = None
+        self._fences: dict[str, Fence] = {}
         logger.info("%s", self.describe())
 
     def _check_blocks(self, count: int) -> None:
         wanted = self.setting.blocks
         highest = wanted - 1 if isinstance(wanted, int) else max(wanted, default=-1) if wanted is not None else 0
-        if highest >= count or highest < 0:
+        if wanted is not None and (highest >= count or highest < 0):
             raise UserError(f"blocks = {wanted} does not fit a model of {count} blocks.")
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _left(self, name: str) -> bool:
+        return any(name == module or name.startswith(f"{module}.") for module in self.leave)
 
     # What is trained and what is protected
 
@@ -76,9 +116,18 @@ class NullSpace:
             for part in block.parts:
                 yield block, part
 
+    def _others(self) -> list[str]:
+        """With every layer trained: names of parameters that are no part of a block."""
+        if self.setting.layers != "all":
+            return []
+        known = {part.parameter for _, part in self.parts()}
+        return [name for name, _ in self.model.named_parameters() if name not in known and not self._left(name)]
+
     def trained_names(self) -> list[str]:
-        """Parameters of which some rows are trained, in the model's order."""
+        """Parameters of which some rows are trained in some task, in the model's order."""
         trained = {part.parameter for _, part in self.parts() if self.setting.rule(part.kind).trains}
+        if self.setting.others != "fixed":
+            trained |= set(self._others())
         return [name for name, _ in self.model.named_parameters() if name in trained]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -87,49 +136,98 @@ class NullSpace:
         return [named[name] for name in self.trained_names()]
 
     def freeze_others(self) -> None:
-        """Only what this space trains keeps its gradient."""
+        """Only what this space trains, or leaves, keeps its gradient."""
         trained = set(self.trained_names())
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name in trained)
+            parameter.requires_grad_(name in trained or self._left(name))
 
     def describe(self) -> str:
         """One line a kind: what is trained, what is protected, and from which feature."""
+        setting = self.setting
         protects = any(True for _ in self._protected())
-        how = f"eta {self.setting.eta}, rank by {self.setting.rank}" if protects else "nothing is protected"
-        lines = [f"{len(self.blocks)} selective SSMs; {how}"]
+        how = f"eta {setting.eta}, rank by {setting.rank}" if protects else "nothing is protected"
+        if protects and setting.scaling == "frobenius":
+            how += ", projectors divided by their norm, so that most of their effect is a smaller step"
+        ssms = sum(block.selective for block in self.blocks)
+        plain = len(self.blocks) - ssms
+        lines = [f"{ssms} selective SSMs{f' and {plain} plain layers' if plain else ''}; {how}"]
         named = dict(self.model.named_parameters())
         for kind in KINDS:
-            rule = self.setting.rule(kind)
+            rule = setting.rule(kind)
             parts = [part for _, part in self.parts() if part.kind == kind]
+            if not parts:
+                continue
             size = sum(part.of(named[part.parameter]).numel() for part in parts)
             what = (
                 "fixed" if not rule.trains else f"protected by {rule.feature}" if rule.projected else "trained freely"
             )
-            lines.append(f"  {kind:8} {size:>12,} values in {len(parts)} blocks, {what}")
+            lines.append(f"  {kind:8} {size:>12,} values in {len(parts)} parts, {what}")
+        others = self._others()
+        if others:
+            words = {"first-task": "trained in the first task, then fixed", "free": "trained freely", "fixed": "fixed"}
+            size = sum(named[name].numel() for name in others)
+            lines.append(f"  {'others':8} {size:>12,} values in {len(others)} tensors, {words[setting.others]}")
         total = sum(parameter.numel() for parameter in named.values())
         tuned = sum(
-            part.of(named[part.parameter]).numel() for _, part in self.parts() if self.setting.rule(part.kind).trains
+            part.of(named[part.parameter]).numel() for _, part in self.parts() if setting.rule(part.kind).trains
         )
+        tuned += sum(named[name].numel() for name in others) if setting.others != "fixed" else 0
         lines.append(f"  trains {tuned:,} of {total:,} values; the rest of the model is left as it is")
         return "\n".join(lines)
 
-    def projectors(self) -> dict[str, Projector]:
-        """The projector in force for each protected part, by parameter name and rows."""
-        return {part.name: self._projectors[key] for part, key in self._protected() if key in self._projectors}
+    def protections(self) -> list[Protection]:
+        """What is protected, and by what, as data."""
+        return [
+            Protection(part.name, part.kind, wanted.key[1], part.side, _form(part, wanted))
+            for _, part, wanted in self._protected()
+        ]
 
-    def decompositions(self) -> dict[str, Decomposition]:
-        """Spectrum, null rank and basis for each protected part, by parameter name and rows."""
-        return {part.name: self._decompositions[key] for part, key in self._protected() if key in self._decompositions}
-
-    def covariances(self) -> dict[str, Tensor]:
-        """The accumulated covariance for each protected part, by parameter name and rows."""
-        return {part.name: self._covariances[key] for part, key in self._protected() if key in self._covariances}
-
-    def _protected(self) -> Iterator[tuple[Part, Key]]:
+    def _protected(self) -> Iterator[tuple[Block, Part, Wanted]]:
         for block, part in self.parts():
             rule = self.setting.rule(part.kind)
             if rule.trains and rule.projected:
-                yield part, (block.name, rule.feature)
+                yield block, part, wanted_feature(block, part, rule.feature)
+
+    def _projected(self) -> Iterator[tuple[Part, Key]]:
+        """Protected parts that have a projector, and its key."""
+        for _, part, wanted in self._protected():
+            if wanted.feature != "delta-elementwise":
+                yield part, wanted.key
+
+    def projectors(self) -> dict[str, Projector]:
+        """The projector in force for each protected part, by parameter name and rows."""
+        eta, scaling = self.setting.eta, self.setting.scaling
+        return {name: decomposition.projector(eta, scaling) for name, decomposition in self.decompositions().items()}
+
+    def decompositions(self) -> dict[str, Decomposition]:
+        """Spectrum, null rank and basis for each protected part, by parameter name and rows."""
+        if self._bank is None:
+            return {}
+        return {part.name: self._decomposition(part, key) for part, key in self._projected()}
+
+    def _decomposition(self, part: Part, key: Key) -> Decomposition:
+        assert self._bank is not None
+        stack, slot, number = self._bank.slots[part.name]
+        spectrum, ranks = self._spectra[key]
+        width = int(torch.minimum(ranks, spectrum.shape[-1] - ranks).max())
+        basis = stack.basis[slot.places[number], :, :, :width]
+        return Decomposition(spectrum, ranks, basis if ranks.dim() else basis[0])
+
+    def covariances(self) -> dict[str, Tensor]:
+        """The accumulated covariance for each protected part, by parameter name and rows."""
+        if not self._gathered:
+            return {}
+        return {part.name: self._covariance(key) for part, key in self._projected()}
+
+    def _covariance(self, key: Key) -> Tensor:
+        first, *rest = (gathered.covariances[key] for gathered in self._gathered)
+        for other in rest:
+            first = first + other
+        return first
+
+    def boxes(self) -> dict[str, Box]:
+        """Where each part that is protected element by element may be."""
+        return {name: fence.box for name, fence in self._fences.items()}
 
     # Training
 
@@ -141,124 +239,269 @@ class NullSpace:
             self._wrapped.add(optimizer)
         return optimizer
 
-    def constrained(self) -> dict[str, list[tuple[Part, Projector | None]]]:
-        """Parameters whose updates are changed: for each, its parts and their projectors (None: no update at all)."""
-        table: dict[str, list[tuple[Part, Projector | None]]] = {}
-        for block, part in self.parts():
-            rule = self.setting.rule(part.kind)
-            projector = self._projectors.get((block.name, rule.feature)) if rule.projected else None
-            if not rule.trains or projector is not None:
-                table.setdefault(part.parameter, []).append((part, projector if rule.trains else None))
-        return table
+    def constrained_names(self) -> set[str]:
+        """Parameters whose updates are changed."""
+        names = {part.parameter for _, part in self.parts() if not self.setting.rule(part.kind).trains}
+        if self.tasks:
+            names |= {part.parameter for _, part, _ in self._protected()}
+        return names | set(self._pinned())
+
+    def _pinned(self) -> list[str]:
+        return (
+            self._others()
+            if self.setting.others == "fixed" or (self.setting.others == "first-task" and self.tasks)
+            else []
+        )
+
+    @torch.no_grad()
+    def project(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, counted: bool = True) -> None:
+        """Replaces the change of parameters from `before` to `after`, in place, by what is allowed of it."""
+        for _, part in self.parts():
+            if part.parameter in before and not self.setting.rule(part.kind).trains:
+                part.of(after[part.parameter]).copy_(part.of(before[part.parameter]))
+        for name in self._pinned():
+            if name in before:
+                after[name].copy_(before[name])
+        for fence in self._fences.values():
+            if fence.part.parameter in before:
+                fence.project(before[fence.part.parameter], after[fence.part.parameter], counted)
+        if self._bank is not None:
+            self._bank.project(before, after, counted)
 
     # The end of a task
 
-    def consolidate(self, loader: Iterable[Any], forward: Callable[[Tensor], Any] | None = None) -> Consolidation:
+    def consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None = None) -> Consolidation:
         """Adds the features of a finished task to what is protected.
 
-        `loader` gives batches of images, alone or first in a tuple. They go through `forward`, by default the model, in
-        evaluation mode. Nothing changes if it fails.
+        `loader` gives batches: tensors, tuples that begin with one, or mappings of the forward function's arguments.
+        They go through `forward`, by default the model, in evaluation mode. Before the first task, it protects what the
+        model knows from elsewhere. Nothing changes if it fails.
         """
-        forward = forward or self.model
-        keys = sorted({key for _, key in self._protected()})
-        device = next(self.model.parameters()).device
-        started = time.perf_counter()
-        shares: dict[Key, Tensor] = {}
-        images = 0
-        with self._observed(keys, shares), _evaluating(self.model), torch.no_grad():
-            for batch in loader:
-                batch = batch[0] if isinstance(batch, (tuple, list)) else batch
-                forward(batch.to(device))
-                images += len(batch)
-        if images == 0:
-            raise UserError("consolidate got no images: the loader is empty.")
-        if missing := [key for key in keys if key not in shares]:
-            raise UserError(f"consolidate saw no features of {missing[0][0]}: the forward function does not run it.")
-        covariances = {key: shares[key] + self._covariances.get(key, 0.0) for key in keys}
-        gathered = time.perf_counter()
-        precision = getattr(torch, self.setting.spectrum)
-        decompositions = {key: decompose(covariances[key], self.setting.rank, precision) for key in keys}
-        self._install(covariances, decompositions, self.tasks + 1)
+        setting, started = self.setting, time.perf_counter()
+        run = forward or self.model
+        protected = list(self._protected())
+        gathered, images = gather(
+            self.model,
+            self.blocks,
+            protected,
+            lambda: run_batches(loader, run, self._device()),
+            getattr(torch, setting.products),
+            setting.accumulate == "batch-mean",
+            setting.relax,
+        )
+        self._check_sizes(gathered)
+        gathered = Gathered({key: self._shelf.put(c) for key, c in gathered.covariances.items()}, gathered.boxes)
+        covered = time.perf_counter()
+        self._take([*self._gathered, gathered], self.tasks + 1, [*self.moved, self.moved_now()])
         self._say_what_is_protected()
-        return Consolidation(images, gathered - started, time.perf_counter() - gathered)
+        return Consolidation(images, covered - started, time.perf_counter() - covered)
+
+    def _check_sizes(self, gathered: Gathered) -> None:
+        named = dict(self.model.named_parameters())
+        for part, key in self._projected():
+            size, covariance = part.matrix(named[part.parameter]).shape[-1], gathered.covariances[key]
+            if covariance.shape[-1] != size:
+                raise UserError(
+                    f"{part.name} multiplies {size} values, the feature {key[1]} has {covariance.shape[-1]}: "
+                    "choose another feature for it."
+                )
+
+    def _take(self, gathered: list[Gathered], tasks: int, moved: list[dict[str, Tensor]]) -> None:
+        """What was gathered, decomposed and in force; all at the end, so that a failure changes nothing."""
+        if not self.setting.keep_tasks and len(gathered) > 1:
+            first, *rest = gathered
+            for other in rest:
+                first = first.plus(other, self._shelf.put)
+            gathered = [first]
+        before, self._gathered = self._gathered, gathered
+        try:
+            decompositions = self._decompose() if gathered else {}
+        except BaseException:
+            self._gathered = before
+            raise
+        boxes: dict[str, Box] = {}
+        for one in gathered:
+            boxes = {name: box.within(boxes.get(name)) for name, box in one.boxes.items()}
+        self._install(decompositions, boxes)
+        self.tasks, self.moved = tasks, moved
+
+    def _decompose(self) -> dict[Key, Decomposition]:
+        setting, device = self.setting, self._device()
+        keys = list(dict.fromkeys(key for _, key in self._projected()))
+        precision, dtype = getattr(torch, setting.spectrum), self._basis_dtype()
+        if setting.rank_over == "block":
+            found = [decompose([self._covariance(key).to(device)], setting.rank, precision, dtype)[0] for key in keys]
+            return dict(zip(keys, found, strict=True))
+        decompositions: dict[Key, Decomposition] = {}
+        for label in dict.fromkeys(label for _, label in keys):  # a feature of all blocks at a time
+            alike = [key for key in keys if key[1] == label]
+            found = decompose([self._covariance(key).to(device) for key in alike], setting.rank, precision, dtype, True)
+            decompositions |= zip(alike, found, strict=True)
+        return decompositions
+
+    def _basis_dtype(self) -> torch.dtype:
+        if next(self.model.parameters()).dtype == torch.float64:
+            return torch.float64
+        return getattr(torch, self.setting.storage)
+
+    def _install(self, decompositions: Mapping[Key, Decomposition], boxes: Mapping[str, Box]) -> None:
+        setting, device = self.setting, self._device()
+        users: dict[Key, list[Part]] = {}
+        for part, key in self._projected():
+            users.setdefault(key, []).append(part)
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        uses = [(decomposition, users[key]) for key, decomposition in decompositions.items()]
+        self._bank = Bank(uses, shapes, setting.eta, setting.scaling, self._basis_dtype(), device) if uses else None
+        self._spectra = {key: (d.spectrum, d.ranks) for key, d in decompositions.items()}
+        parts = {part.name: part for _, part, _ in self._protected()}
+        none = torch.zeros(4, dtype=torch.float64, device=device)
+        self._fences = {
+            name: Fence(parts[name], box, setting.eta, setting.relax > 0, none.clone()) for name, box in boxes.items()
+        }
 
     def _say_what_is_protected(self) -> None:
-        shares = sorted((len(d.spectrum) - d.rank, len(d.spectrum)) for d in self._decompositions.values())
-        if shares:
-            count, size = shares[len(shares) // 2]
-            few = "corner" in self.setting.rank and count < 0.1 * size
-            hint = "; the corner leaves nearly all free, energy:0.9 would protect more" if few else ""
-            logger.info("protected after task %d: %d of %d directions (median)%s", self.tasks, count, size, hint)
+        sizes = sorted(
+            (spectrum.numel() - int(ranks.sum()), spectrum.numel()) for spectrum, ranks in self._spectra.values()
+        )
+        if not sizes:
+            return
+        count, size = sizes[len(sizes) // 2]
+        hint = ""
+        if "corner" in self.setting.rank and count < 0.1 * size:
+            hint = "; the corner leaves nearly all free, energy:0.9 would protect more"
+        elif count > 0.98 * size:
+            hint = f"; {self.setting.rank} leaves nearly nothing free, energy:0.99 would leave more to learn with"
+        logger.info("protected after task %d: %d of %d directions (median)%s", self.tasks, count, size, hint)
 
-    def _install(self, covariances: dict[Key, Tensor], decompositions: dict[Key, Decomposition], tasks: int) -> None:
-        self._covariances, self._decompositions, self.tasks = covariances, decompositions, tasks
-        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        self._projectors = {}
-        for key, decomposition in decompositions.items():
-            exact = decomposition.projector(self.setting.eta, self.setting.scaling)
-            self._projectors[key] = dataclasses.replace(exact, basis=exact.basis.to(dtype))
+    def moved_now(self) -> dict[str, Tensor]:
+        """By part, since the last consolidation: sums over steps of the squares of the optimizer's update, of its
+        share in protected directions, of the update applied, and of that one's share: (4,) each."""
+        moved = {} if self._bank is None else self._bank.moved()
+        return {name: t.cpu() for name, t in {**moved, **{n: f.energy for n, f in self._fences.items()}}.items()}
 
-    @contextmanager
-    def _observed(self, keys: list[Key], shares: dict[Key, Tensor]) -> Iterator[None]:
-        """While open, each forward pass adds its share of each covariance."""
-        products = getattr(torch, self.setting.products)
+    # Several spaces, and tasks taken back
 
-        def recorder(block: Block) -> Callable[[Features], None]:
-            wanted = [feature for name, feature in keys if name == block.name]
+    def merge(self, other: "NullSpace") -> None:
+        """Protects also what `other` does: a branch of the same model, trained apart. Covariances add."""
+        self._check_same_setting(dataclasses.asdict(other.setting), "The other null space has")
+        mine, theirs = ({(part.name, key) for part, key in space._projected()} for space in (self, other))
+        if mine != theirs:
+            shown = ", ".join(sorted(name for name, _ in mine ^ theirs)[:6])
+            raise UserError(f"The other null space is of another model; names on one side only: {shown}.")
+        if not other._gathered:
+            return
+        moved_in = [
+            Gathered({k: self._shelf.put(c) for k, c in one.covariances.items()}, dict(one.boxes))
+            for one in other._gathered
+        ]
+        self._take([*self._gathered, *moved_in], self.tasks + other.tasks, [*self.moved, *other.moved])
 
-            def record(features: Features) -> None:
-                for feature in wanted:
-                    value, rows = SHARES[feature](features, products)
-                    if not torch.isfinite(value).all():
-                        raise UserError(f"The feature {feature} of {block.name} holds NaN or infinite values.")
-                    value = value.double() / (rows if self.setting.accumulate == "batch-mean" else 1)
-                    shares[block.name, feature] = shares.get((block.name, feature), 0.0) + value
-
-            return record
-
-        try:
-            for block in self.blocks:
-                block.observe(recorder(block))
-            yield
-        finally:
-            for block in self.blocks:
-                block.observe(None)
+    def forget(self, task: int) -> None:
+        """Takes back the consolidation of one task, counted from 0, as if it had never been."""
+        if not self.setting.keep_tasks:
+            raise UserError("forget needs each task's covariances: build the NullSpace with keep_tasks=True.")
+        if not 0 <= task < self.tasks:
+            raise UserError(f"There is no task {task} to forget: {self.tasks} were consolidated, counted from 0.")
+        left = [one for number, one in enumerate(self._gathered) if number != task]
+        moved = [one for number, one in enumerate(self.moved) if number != task]
+        self._take(left, self.tasks - 1, moved)
 
     # Saving
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything gathered so far, by parameter name and rows. Parts that share a feature share its tensors."""
         state = {"tasks": torch.tensor(self.tasks)}
-        for part, key in self._protected():
-            if key in self._decompositions:
-                decomposition = self._decompositions[key]
-                rank = torch.tensor(decomposition.rank)
-                tensors = (self._covariances[key], decomposition.spectrum, decomposition.basis, rank)
-                state |= {f"{part.name}.{word}": tensor for word, tensor in zip(WORDS, tensors, strict=True)}
+        if not self.tasks:
+            return state
+        for part, key in self._projected():
+            own = self._decomposition(part, key)
+            for number, one in enumerate(self._gathered):
+                state[f"{part.name}.covariance{self._task_suffix(number)}"] = one.covariances[key]
+            state |= {
+                f"{part.name}.spectrum": own.spectrum,
+                f"{part.name}.basis": own.basis,
+                f"{part.name}.rank": own.ranks,
+            }
+        for name in self._fences:
+            for number, one in enumerate(self._gathered):
+                for word in BOX_WORDS:
+                    state[f"{name}.{word}{self._task_suffix(number)}"] = getattr(one.boxes[name], word)
+        nothing = torch.zeros(4, dtype=torch.float64)
+        for _, part, _ in self._protected():
+            rows = [task.get(part.name, nothing) for task in self.moved]
+            state[f"{part.name}.{MOVED}"] = torch.stack(rows)
         return state
+
+    def _task_suffix(self, number: int) -> str:
+        return f".{number}" if self.setting.keep_tasks else ""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up a saved state. One of another model or setting is an error, and changes nothing."""
         tasks = int(state.get("tasks", torch.tensor(0)))
         protected = list(self._protected()) if tasks else []
-        wanted = {"tasks"} | {f"{part.name}.{word}" for part, _ in protected for word in WORDS}
+        numbers = range(tasks if self.setting.keep_tasks else 1)
+        covariances = {f"covariance{self._task_suffix(n)}" for n in numbers}
+        wanted = {"tasks"}
+        for _, part, feature in protected:
+            if feature.feature == "delta-elementwise":
+                words = {f"{word}{self._task_suffix(n)}" for n in numbers for word in BOX_WORDS}
+            else:
+                words = covariances | {"spectrum", "basis", "rank"}
+            wanted |= {f"{part.name}.{word}" for word in {*words, MOVED}}
         differing = sorted(wanted ^ set(state))
         if differing:
             shown = ", ".join(differing[:6]) + (", ..." if len(differing) > 6 else "")
             raise UserError(f"This null-space state is of another model or setting; names on one side only: {shown}.")
-        named = dict(self.model.named_parameters())
-        covariances: dict[Key, Tensor] = {}
+        gathered = [Gathered() for _ in (numbers if tasks else ())]
         decompositions: dict[Key, Decomposition] = {}
-        for part, key in protected:
+        named = dict(self.model.named_parameters())
+        for _, part, feature in protected:
             parameter = named[part.parameter]
-            covariance, spectrum, basis, rank = (state[f"{part.name}.{word}"].to(parameter.device) for word in WORDS)
-            size = parameter.shape[0 if part.side == "left" else 1]
-            if covariance.shape != (size, size) or spectrum.shape != (size,) or basis.shape[0] != size:
+            if feature.feature == "delta-elementwise":
+                self._load_boxes(part, parameter, state, gathered)
+                continue
+            key, (groups, _, size) = feature.key, part.matrix(parameter).shape
+            lead = (groups,) if groups > 1 else ()
+            spectrum, basis, rank = (state[f"{part.name}.{word}"] for word in ("spectrum", "basis", "rank"))
+            for number, one in enumerate(gathered):
+                covariance = state[f"{part.name}.covariance{self._task_suffix(number)}"]
+                fits = covariance.shape == (*lead, size, size) and spectrum.shape == (*lead, size)
+                if not fits or basis.shape[:-1] != (*lead, size) or rank.shape != lead:
+                    raise UserError(f"This null-space state is of another model: {part.name} has another size there.")
+                if key in one.covariances and not torch.equal(one.covariances[key].cpu(), covariance.cpu()):
+                    raise UserError(
+                        f"This null-space state is of another setting: {part.name} had another feature there."
+                    )
+                if key not in one.covariances:
+                    one.covariances[key] = self._shelf.put(covariance)
+            decompositions[key] = Decomposition(spectrum.cpu(), rank.cpu(), basis)
+        boxes: dict[str, Box] = {}
+        for one in gathered:
+            boxes = {name: box.within(boxes.get(name)) for name, box in one.boxes.items()}
+        self._install(decompositions, boxes)
+        self._gathered, self.tasks = gathered, tasks
+        self.moved = [
+            {part.name: state[f"{part.name}.{MOVED}"][task].cpu() for _, part, _ in protected} for task in range(tasks)
+        ]
+
+    def _load_boxes(self, part: Part, parameter: Tensor, state: Mapping[str, Tensor], gathered: list[Gathered]) -> None:
+        for number, one in enumerate(gathered):
+            ends = [state[f"{part.name}.{w}{self._task_suffix(number)}"].to(parameter.device) for w in BOX_WORDS]
+            if any(end.shape != part.of(parameter).shape for end in ends):
                 raise UserError(f"This null-space state is of another model: {part.name} has another size there.")
-            if key in covariances and not torch.equal(covariances[key], covariance):
-                raise UserError(f"This null-space state is of another setting: {part.name} had another feature there.")
-            covariances[key], decompositions[key] = covariance, Decomposition(spectrum, int(rank), basis)
-        self._install(covariances, decompositions, tasks)
+            one.boxes[part.name] = Box(*ends)
+
+    def step_state_dict(self) -> dict[str, Tensor]:
+        """What changes with each step: how much of the updates fell into protected directions so far."""
+        energies = (
+            {} if self._bank is None else {name: slot.energy[i] for name, (_, slot, i) in self._bank.slots.items()}
+        )
+        return {**energies, **{name: fence.energy for name, fence in self._fences.items()}}
+
+    def load_step_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.step_state_dict().items():
+            if name in state:
+                tensor.copy_(state[name])
 
     def save(self, path: str | Path) -> None:
         """The state as safetensors; tensors that parts share are written once."""
@@ -266,22 +509,33 @@ class NullSpace:
 
     def load(self, path: str | Path) -> None:
         tensors, text = read_tensors(Path(path))
-        saved, own = json.loads(text.get("setting", "{}")), dataclasses.asdict(self.setting)
-        for name in (*KINDS, "accumulate"):
-            if name in saved and saved[name] != own[name]:
-                raise UserError(
-                    f"{path} was saved under another setting: {name} is {saved[name]} there, {own[name]} here."
-                )
+        self._check_same_setting(json.loads(text.get("setting", "{}")), f"{path} was saved under another setting:")
         self.load_state_dict(tensors)
 
+    def _check_same_setting(self, other: Mapping[str, Any], words: str) -> None:
+        own = dataclasses.asdict(self.setting)
+        for name in (*KINDS, "layers", "accumulate", "keep_tasks"):
+            if name in other and other[name] != own[name]:
+                raise UserError(f"{words} {name} {other[name]}, this one {own[name]}.")
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every module while open; each module's own mode comes back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+
+def _of_the_ssm(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Without whole linear and convolution layers, which are none of its business unless every layer is trained."""
+    return tuple(part for part in parts if part.kind not in ("linear", "conv") or part.index)
+
+
+def _form(part: Part, wanted: Wanted) -> Form:
+    if wanted.feature == "delta-elementwise":
+        return "elementwise"
+    return "convolution" if part.kind == "conv" else "linear"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`'s, `DataParallel`'s or `DistributedDataParallel`'s wrapper."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        else:
+            return model

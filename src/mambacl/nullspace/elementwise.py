@@ -1,0 +1,99 @@
+"""The exact protection of A, element by element, and its bounded relaxation.
+
+exp(delta_t A) for old inputs stays as it is only if A does, wherever delta was active: delta is positive and multiplies
+A element by element, so there is no direction to project onto. A `Box` says how far each value of A_log may move:
+nowhere where delta was active; by the relaxation's radius if one is wanted; freely where delta was not. The bound
+behind the radius is derived in docs/exact.md.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ACTIVE = 1e-7  # a state that decays by less over a whole image, in relative terms, is one that float32 cannot tell
+MARGIN = 0.25  # the bound holds for changes of A_log up to this
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What is gathered of a task: the longest time of each channel, and, for a relaxation, sums of squares over all
+    tokens of the sensitivity k and of the scan's output y."""
+
+    time: Tensor  # (d,): max over images of sum_t delta_t
+    k: Tensor | None = None  # (d, n)
+    y: Tensor | None = None  # (d,)
+
+    def plus(self, other: "Activity | None") -> "Activity":
+        if other is None:
+            return self
+        k = None if self.k is None or other.k is None else self.k + other.k
+        y = None if self.y is None or other.y is None else self.y + other.y
+        return Activity(torch.maximum(self.time, other.time), k, y)
+
+
+def activity(delta: Tensor) -> Activity:
+    return Activity(delta.double().sum(1).amax(0))
+
+
+def activity_and_sensitivity(scan: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> Activity:
+    x, delta, A_log, B, C = (values.double() for values in scan)
+    k, y = sensitivity(x, delta, A_log, B, C)
+    return Activity(delta.sum(1).amax(0), k, y)
+
+
+def sensitivity(
+    x: Tensor, delta: Tensor, A_log: Tensor, B: Tensor, C: Tensor, margin: float = MARGIN
+) -> tuple[Tensor, Tensor]:
+    """Sums over images and tokens of k^2 (d, n) and y^2 (d,).
+
+    k_{t,c,n} bounds the change of the scan's output: |y'_t,c - y_t,c| <= sum_n |dA_log_{c,n}| k_{t,c,n} whenever
+    |dA_log| <= margin. x, delta (b, l, d); B, C (b, l, n); A_log (d, n).
+    """
+    a = A_log.exp()
+    slow, most = a * math.exp(-margin), a * math.exp(margin)
+    h = G = H = x.new_zeros(x.shape[0], *A_log.shape)  # (b, d, n)
+    k_sum, y_sum = torch.zeros_like(A_log), torch.zeros_like(A_log[:, 0])
+    for t in range(x.shape[1]):
+        dt = delta[:, t, :, None]
+        entering = dt * x[:, t, :, None] * B[:, t, None, :]
+        decay = torch.exp(-slow * dt)
+        G = decay * (G + dt * H)  # sum_s S exp(-slow S) |entering_s| with S = delta_{s+1} + ... + delta_t
+        H = decay * H + entering.abs()
+        h = torch.exp(-a * dt) * h + entering
+        c = C[:, t, None, :]
+        k_sum += (c.abs() * most * G).square().sum(0)
+        y_sum += (c * h).sum(-1).square().sum(0)
+    return k_sum, y_sum
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where each value of A_log may be; both ends infinite where it is free."""
+
+    lower: Tensor
+    upper: Tensor
+
+    def within(self, other: "Box | None") -> "Box":
+        """What both allow."""
+        if other is None:
+            return self
+        return Box(torch.maximum(self.lower, other.lower), torch.minimum(self.upper, other.upper))
+
+    def protects(self) -> Tensor:
+        return torch.isfinite(self.lower)
+
+
+def box(A_log: Tensor, seen: Activity, relax: float) -> Box:
+    """The box of one task: where delta was active, A_log stays, or moves so little that no channel of the scan's
+    output can change by more than the share `relax` of its norm."""
+    a, column = A_log.double().exp(), (slice(None),) + (None,) * (A_log.dim() - 1)
+    radius = torch.zeros_like(a)
+    if relax > 0:
+        assert seen.k is not None and seen.y is not None
+        share = relax / A_log.shape[1]  # each state may cause as much
+        bound = share * seen.y[column].sqrt() / seen.k.sqrt().clamp(min=torch.finfo(a.dtype).tiny)
+        radius = bound.clamp(max=MARGIN)
+    radius = torch.where(seen.time[column] * a > ACTIVE, radius, torch.inf)
+    return Box((A_log.double() - radius).to(A_log.dtype), (A_log.double() + radius).to(A_log.dtype))
