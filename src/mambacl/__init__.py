@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mambacl.nullspace import NullSpace
     from mambacl.reports import write_report as report
     from mambacl.scan import selective_scan
-    from mambacl.training.run import Run, evaluate, resume, train
+    from mambacl.training.run import Run, audit, evaluate, resume, train
 
 _HOMES = {
     "create_model": "mambacl.backbones",
@@ -19,13 +19,25 @@ _HOMES = {
     "NullSpace": "mambacl.nullspace",
     "selective_scan": "mambacl.scan",
     "Run": "mambacl.training.run",
+    "audit": "mambacl.training.run",
     "evaluate": "mambacl.training.run",
     "report": "mambacl.reports",
     "resume": "mambacl.training.run",
     "train": "mambacl.training.run",
 }
 
-__all__ = ["NullSpace", "Run", "create_model", "evaluate", "list_models", "report", "resume", "selective_scan", "train"]
+__all__ = [
+    "NullSpace",
+    "Run",
+    "audit",
+    "create_model",
+    "evaluate",
+    "list_models",
+    "report",
+    "resume",
+    "selective_scan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ def train(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", parser.format_help()))
         return 0
+    arguments = _with_underscores(arguments, parser)
     _check_options(arguments, parser)
     try:
         given = parser.parse_args(list(arguments), defaults=False).as_dict()
@@ -64,8 +65,21 @@ def train(arguments: Sequence[str]) -> int:
     return _show(runs, first)
 
 
-GROUPS = ("nullspace", *(f"nullspace.{kind}" for kind in ("W_delta", "W_B", "W_C", "A", "out")), "training", "stream",
-          "stream.transforms")  # fmt: skip
+KINDS = ("W_delta", "W_B", "W_C", "A", "out", "W_dt", "linear", "conv")
+GROUPS = ("nullspace", *(f"nullspace.{kind}" for kind in KINDS), "training", "stream", "stream.transforms")
+
+
+def _with_underscores(arguments: Sequence[str], parser: Any) -> list[str]:
+    """--audit-images is --audit_images: both are usual."""
+    known = {option for action in parser._actions for option in action.option_strings}
+    changed = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        other = "--" + name[2:].replace("-", "_")
+        changed.append(
+            other + equals + value if name.startswith("--") and name not in known and other in known else argument
+        )
+    return changed
 
 
 def _check_options(arguments: Sequence[str], parser: Any) -> None:
@@ -153,6 +167,41 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def audit(arguments: Sequence[str]) -> int:
+    """what has moved in a run since each task, and which updates were protected: `mambacl audit RUN`"""
+    from mambacl.reports import write_report
+    from mambacl.reports.audits import drift_table, updates_table
+    from mambacl.reports.rendering import to_text
+    from mambacl.training.run import audit as audit_run
+
+    words = (
+        "Measures, block by block, how far delta, exp(delta A), delta B, C and the output have moved since each task, on "
+        "the images that --audit-images kept, and how much of each update fell into protected directions."
+    )
+    parser = Parser(prog="mambacl audit", description=words)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--task", type=int, default=None, help="show the blocks of this task, counted from 1")
+    parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
+    given = parser.parse_args(arguments)
+    found = audit_run(given.run, given.device)
+    known = [entry["task"] + 1 for entry in found["tasks"]]
+    if given.task is not None and given.task not in known:
+        kept = (
+            f"there are those of tasks {', '.join(map(str, known))}" if known else "the run kept none (--audit-images)"
+        )
+        raise UserError(f"No images of task {given.task} were kept: {kept}.")
+    if known:
+        print(to_text(drift_table(found, None if given.task is None else given.task - 1)))
+    else:
+        print("The run kept no images (train with --audit-images N): what has moved cannot be measured.\n")
+    if found["updates"]:
+        print(to_text(updates_table(found)))
+    else:
+        print("No update was projected.\n")
+    print(f"Report: {write_report([given.run])}", file=sys.stderr)
+    return 0
+
+
 def models(arguments: Sequence[str]) -> int:
     """list the backbones"""
     from mambacl.backbones.registry import MODELS
@@ -198,7 +247,7 @@ def convert(arguments: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    command.__name__: command for command in (train, resume, evaluate, report, models, methods, convert)
+    command.__name__: command for command in (train, resume, evaluate, report, audit, models, methods, convert)
 }
 
 

@@ -42,7 +42,7 @@ class RunConfig:
     backbone_options: dict[str, Any] = field(default_factory=dict)
     """changes to the model's configuration"""
     setting: str = "paper"
-    """named null-space setting that `nullspace` starts from: paper, public-code"""
+    """named null-space setting that `nullspace` starts from: paper, public-code, exact"""
     nullspace: Setting = field(default_factory=Setting)
     """the null space"""
     recipe: str = "paper"
@@ -59,12 +59,16 @@ class RunConfig:
     """auto (cuda where there is one), cpu, cuda or cuda:N"""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16 runs training and evaluation under autocast; the scan, A and delta stay in float32"""
+    audit_images: int = 0
+    """images of each task to keep for the consistency audit: `mambacl audit RUN`"""
     out: str | None = None
     """run folder; runs/NAME-METHOD-SEED if empty"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed must not be negative, nor above 2^63 - 1, got {self.seed}.")
+        if self.audit_images < 0:
+            raise UserError(f"audit_images must not be negative, got {self.audit_images}.")
         if self.pretrained is None:
             raise UserError("pretrained is true, false or the path of a checkpoint.")
         for name in ("name", "num_classes", "pretrained"):

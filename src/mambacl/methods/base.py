@@ -74,6 +74,10 @@ class Method(ABC):
         """After the last step of a task, with its training images as in evaluation. Returns seconds by phase."""
         return {}
 
+    def moved(self) -> list[dict[str, Tensor]]:
+        """For each finished task, how much of its updates fell into protected directions: see `NullSpace.moved`."""
+        return []
+
     @abstractmethod
     def predict(self, images: Tensor) -> Tensor:
         """Logits over all classes seen so far, by label."""

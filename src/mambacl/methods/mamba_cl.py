@@ -29,6 +29,9 @@ class MambaCL(HeadPerTask):
         done = self.space.consolidate(batches)
         return {"covariance": done.covariance_seconds, "decomposition": done.decomposition_seconds}
 
+    def moved(self) -> list[dict[str, Tensor]]:
+        return self.space.moved
+
     def state_dict(self) -> dict[str, Tensor]:
         steps = {f"space.{name}": tensor for name, tensor in self.space.step_state_dict().items()}
         return {**super().state_dict(), **steps}

@@ -15,6 +15,7 @@ from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
 from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks
+from mambacl.nullspace.audit import Drift, drift, record
 from mambacl.nullspace.bank import Bank, Fence
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
@@ -378,6 +379,18 @@ class NullSpace:
         share in protected directions, of the update applied, and of that one's share: (4,) each."""
         moved = {} if self._bank is None else self._bank.moved()
         return {name: t.cpu() for name, t in {**moved, **{n: f.energy for n, f in self._fences.items()}}.items()}
+
+    def record(self, images: Tensor, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+        """What the blocks make of some images now: delta, A, B, C and the output, to audit later."""
+        return record(self.model, self.blocks, images.to(self._device()), forward)
+
+    def audit(self, images: Tensor, recorded: Mapping[str, Tensor], forward: Callable[..., Any] | None = None) -> Drift:
+        """How far delta, exp(delta A), delta B, C and the output of each block have moved on these images since they
+        were recorded, relative to their norms. `moved` and `moved_now` say how much of the updates was protected."""
+        now = self.record(images, forward)
+        if now.keys() != recorded.keys():
+            raise UserError("This record is of another model: its blocks differ.")
+        return drift({name: tensor.to(now[name].device) for name, tensor in recorded.items()}, now)
 
     # Several spaces, and tasks taken back
 

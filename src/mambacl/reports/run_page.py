@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mambacl.reports import figures, spectra_figures
+from mambacl.reports import audits, figures, spectra_figures
 from mambacl.reports.families import spectrum_families
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.markup import (
@@ -43,8 +43,9 @@ def run_page(record: RunRecord) -> Page:
     accuracy, pictures = _accuracy(record)
     training, more = _training(record)
     space, most = _null_space(record)
-    sections = [*accuracy, *training, *space, _classes(record), _table(record), _settings(record)]
-    return Page(document(title, _header(record, title), sections), (*pictures, *more, *most))
+    audit, rest = _audit(record)
+    sections = [*accuracy, *training, *space, *audit, _classes(record), _table(record), _settings(record)]
+    return Page(document(title, _header(record, title), sections), (*pictures, *more, *most, *rest))
 
 
 def banner(record: RunRecord, who: str = "This run") -> str:
@@ -172,6 +173,39 @@ def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
         "The next updates are projected onto these null directions, as strictly as eta says."
     )
     return [Section("null-space", "Null space", protected.html() + "".join(folded), lead)], pictures
+
+
+def _audit(record: RunRecord) -> tuple[list[Section], list[Picture]]:
+    audit, pictures, body = record.audit, [], ""
+    if audit.get("tasks"):
+        worst = max(found.get("output", 0.0) for entry in audit["tasks"] for found in entry["drift"].values())
+        alt = (
+            f"Heat maps of the relative change of five quantities by task and block; of an output, at most {worst:.1e}."
+        )
+        pictures.append(Picture("audit-drift.png", figures.png(audits.drift_map(audit)), alt))
+        body += (
+            pictures[-1].html()
+            + f"<details><summary>The numbers</summary>{table_html(audits.drift_table(audit))}</details>"
+        )
+    if audit.get("updates"):
+        alt = "Heat maps of the share of the last task's updates in protected directions, before and after projection."
+        pictures.append(Picture("audit-updates.png", figures.png(audits.updates_map(audit)), alt))
+        body += (
+            pictures[-1].html()
+            + f"<details><summary>By task</summary>{table_html(audits.updates_table(audit))}</details>"
+        )
+    if not body:
+        return [], []
+    lead = (
+        "How far what every block made of images of earlier tasks has moved since, and how much of each update lay in "
+        "directions that were protected for them."
+    )
+    if not audit.get("tasks"):
+        lead = (
+            "How much of each update lay in directions that were protected for earlier tasks. A run with "
+            "--audit-images N also shows how far the features of each task have moved."
+        )
+    return [Section("audit", "Consistency audit", body, lead)], pictures
 
 
 def _mean_share(spectra: Mapping[str, tuple[np.ndarray, int]]) -> float:

@@ -45,6 +45,8 @@ class RunRecord:
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
     """by protected part, after the latest task that has a file; parts that share a feature share the array"""
     spectra_task: int | None = None
+    audit: Mapping[str, Any] = field(default_factory=dict)
+    """what audit.json says, or nothing"""
     setting: Mapping[str, Any] = field(default_factory=dict)
     """the null-space setting stored beside the spectra, or else the configuration's"""
 
@@ -148,8 +150,18 @@ def load_run(path: str | Path) -> RunRecord:
         epochs=_read_epochs(folder / "metrics.jsonl"),
         spectra=spectra,
         spectra_task=spectra_task,
+        audit=_read_audit(folder / "audit.json"),
         setting=setting,
     )
+
+
+def _read_audit(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    audit = _mapping(path, _parse_json(path, _read_text(path)))
+    if audit.get("schema") != SCHEMA or not all(isinstance(audit.get(key), list) for key in ("tasks", "updates")):
+        raise UserError(f"{path} is no audit that this version reads; make it again with mambacl audit {path.parent}.")
+    return audit
 
 
 def _read_results(path: Path) -> Mapping[str, Any]:

@@ -79,6 +79,13 @@ class Stream:
         """The task's training images as in evaluation, in the order of the data set: for the covariances."""
         return self._loader(self.dataset.train, [(int(i), None) for i in self._train[task]], batch_size)
 
+    def some_images(self, task: int, count: int) -> torch.Tensor:
+        """So many of the task's training images, from all over it, as in evaluation."""
+        indices = self._train[task]
+        chosen = np.unique(np.linspace(0, len(indices) - 1, min(count, len(indices))).round().astype(int))
+        [(images, _)] = self._loader(self.dataset.train, [(int(i), None) for i in indices[chosen]], len(chosen))
+        return images
+
     def test_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
         return self._loader(self.dataset.test, [(int(i), None) for i in self._test[task]], batch_size)
 

@@ -44,8 +44,8 @@ class RunFolder:
             path.unlink()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        files = "metrics.jsonl results.json error.log report.html table.md table.tex table.csv stream.json config.yaml"
-        for name in files.split():
+        files = "metrics.jsonl results.json audit.json error.log report.html table.md table.tex table.csv"
+        for name in (*files.split(), "stream.json", "config.yaml"):
             (self.path / name).unlink(missing_ok=True)
 
     def config(self) -> RunConfig:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics, count_correct
 from mambacl.methods import Method, Task
-from mambacl.training import checkpoints
+from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Checkpoint, Position
 from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
@@ -35,6 +35,7 @@ class TaskStream(Protocol):
     def first_label(self, task: int) -> int: ...
     def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Batches: ...
     def plain_batches(self, task: int, batch_size: int) -> Batches: ...
+    def some_images(self, task: int, count: int) -> Tensor: ...
     def test_batches(self, task: int, batch_size: int) -> Batches: ...
     def test_counts(self) -> list[int]: ...
 
@@ -55,8 +56,10 @@ class Loop:
         device: torch.device,
         bf16: bool = False,
         seed: int = 0,
+        audit_images: int = 0,
     ) -> None:
         """`header`: what results.json says about the run besides what the loop finds out."""
+        self.audit_images = audit_images
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
         self.display, self.header, self.device, self.bf16, self.seed = display, header, device, bf16, seed
         self.position = Position()
@@ -152,6 +155,10 @@ class Loop:
         place = f"task {task + 1}/{tasks}"
         self.display.phase(f"{place} consolidating")
         self._add_seconds(**self.method.finish_task(self.stream.plain_batches(task, recipe.covariance_batch_size)))
+        if self.audit_images:
+            auditing.keep(
+                self.folder, task, self.method.model, self.stream.some_images(task, self.audit_images).to(self.device)
+            )
         self.display.phase(f"{place} evaluating")
         started = time.perf_counter()
         row = self.evaluate(task)

@@ -19,7 +19,7 @@ from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
 from mambacl.streams import Stream, open_stream
-from mambacl.training import checkpoints
+from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError
@@ -114,18 +114,33 @@ def evaluate(path: str | Path, batch_size: int | None = None, device: str | None
     config = _on_device(folder.config(), device)
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
+    parts, checkpoint = _at_task_end(folder, config)
+    counted = parts.loop(folder).evaluate(checkpoint.position.task - 1)
+    return Evaluation(counted, checkpoint.position.correct[-1], parts.stream.test_counts()[: len(counted)])
+
+
+def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
+    """Audits a run as it was at the end of its latest task, and writes its audit.json: how far what each block made of
+    the images that were kept has moved, and how much of each update fell into protected directions."""
+    folder = RunFolder.existing(path)
+    parts, checkpoint = _at_task_end(folder, _on_device(folder.config(), device))
+    if checkpoint.task_state:
+        parts.method.load_task_state_dict(checkpoint.task_state)
+    return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
+
+
+def _at_task_end(folder: RunFolder, config: RunConfig) -> tuple["_Parts", checkpoints.Checkpoint]:
+    """A run's parts as they were at the end of its latest task."""
     checkpoint = checkpoints.load_task_end(folder)
     if checkpoint is None:
-        raise UserError(f"{path} has not finished a task yet: `mambacl resume {path}` first.")
+        raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
     parts = _build(config, folder)
     _check_stream(folder, parts.stream)
-    loop = parts.loop(folder)
     try:
         parts.method.load_state_dict(checkpoint.method_state)
     except (KeyError, RuntimeError):
-        raise UserError(f"The checkpoint of {path} does not fit its config.yaml: was it edited?") from None
-    counted = loop.evaluate(checkpoint.position.task - 1)
-    return Evaluation(counted, checkpoint.position.correct[-1], parts.stream.test_counts()[: len(counted)])
+        raise UserError(f"The checkpoint of {folder.path} does not fit its config.yaml: was it edited?") from None
+    return parts, checkpoint
 
 
 @dataclass(frozen=True)
@@ -174,7 +189,10 @@ class _Parts:
             "tasks": self.stream.tasks,
         }
         bf16 = config.precision == "bf16"
-        return Loop(self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed)
+        return Loop(
+            self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed,
+            config.audit_images,
+        )  # fmt: skip
 
 
 def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
@@ -213,7 +231,9 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
     loop = parts.loop(folder, done)
     try:
         with _terminable(), loop.display:
-            return Run(folder.path, loop.run(checkpoint))
+            results = loop.run(checkpoint)
+            auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
+            return Run(folder.path, results)
     except KeyboardInterrupt:
         _note_end(loop, "interrupted")
         logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
