@@ -175,8 +175,8 @@ def audit(arguments: Sequence[str]) -> int:
     from mambacl.training.run import audit as audit_run
 
     words = (
-        "Measures, block by block, how far delta, exp(delta A), delta B, C and the output have moved since each task, on "
-        "the images that --audit-images kept, and how much of each update fell into protected directions."
+        "Measures, block by block, how far delta, exp(delta A), delta B, C and the output have moved since each task, "
+        "on the images that --audit-images kept, and how much of each update fell into protected directions."
     )
     parser = Parser(prog="mambacl audit", description=words)
     parser.add_argument("run", type=Path, help="run folder")
@@ -199,6 +199,47 @@ def audit(arguments: Sequence[str]) -> int:
     else:
         print("No update was projected.\n")
     print(f"Report: {write_report([given.run])}", file=sys.stderr)
+    return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """what protecting a model will cost: `mambacl plan defocus_mamba_large_22k --image-size 192`"""
+    import torch
+
+    from mambacl.backbones import create_model
+    from mambacl.nullspace import SETTINGS, NullSpace
+    from mambacl.nullspace.plan import make_plan
+    from mambacl.reports.plans import plan_text
+    from mambacl.training.run import pick_device
+
+    words = "Predicts the bytes, the FLOPs of a projected step and the time of a decomposition, before any training."
+    parser = Parser(prog="mambacl plan", description=words)
+    parser.add_argument("backbone", help="a model's name; `mambacl models` lists them")
+    parser.add_argument("--image-size", type=int, default=None, help="pixels; the model's own if left out")
+    parser.add_argument("--setting", default="paper", help=f"one of {', '.join(SETTINGS)}")
+    parser.add_argument("--tasks", type=int, default=10, help="consolidations, for --keep-tasks and the total time")
+    parser.add_argument("--protected", type=float, default=0.1, help="share of directions assumed to be protected")
+    parser.add_argument("--storage", default="float32", help="precision of the projectors: float32, bfloat16, ...")
+    parser.add_argument("--covariances", default="device", help="where they are kept: device, cpu, disk")
+    parser.add_argument("--layers", default="ssm", help="ssm, or all")
+    parser.add_argument("--keep-tasks", action="store_true", help="each task's covariances apart")
+    parser.add_argument("--blocks", type=int, default=None, help="the first so many blocks only")
+    parser.add_argument("--device", default="auto", help="where to time the decomposition: cpu, cuda")
+    parser.add_argument("--no-calibration", action="store_true", help="leave the time out")
+    given = parser.parse_args(arguments)
+    if given.tasks < 1:
+        raise UserError(f"--tasks must be at least 1, got {given.tasks}.")
+    with torch.device("meta"):
+        model: Any = create_model(given.backbone, num_classes=0)
+        size = given.image_size or model.default_cfg["input_size"][-1]
+        images = torch.empty(1, 3, size, size)
+    space = NullSpace(
+        model, given.setting, storage=given.storage, covariances=given.covariances, layers=given.layers,
+        keep_tasks=given.keep_tasks, blocks=given.blocks,
+    )  # fmt: skip
+    device = pick_device(given.device)
+    made = make_plan(space, images, given.protected, given.tasks, None if given.no_calibration else device)
+    print(plan_text(made, given.backbone, size, given.protected, given.tasks, given.storage, str(device)))
     return 0
 
 
@@ -247,7 +288,7 @@ def convert(arguments: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    command.__name__: command for command in (train, resume, evaluate, report, audit, models, methods, convert)
+    command.__name__: command for command in (train, resume, evaluate, report, audit, plan, models, methods, convert)
 }
 
 

@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.layers import PatchEmbed, RMSNorm, at_least_float32, causal_conv, drop_path, rms_normalize
+from mambacl.backbones.layers import (
+    PatchEmbed,
+    RMSNorm,
+    at_least_float32,
+    causal_conv,
+    drop_path,
+    full_precision,
+    rms_normalize,
+)
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.scan import scan_tokens
@@ -132,7 +140,7 @@ class Mixer(nn.Module):
         x = F.silu(causal_conv(x, self.conv1d))  # 2.
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
         dt, B, C = projected.split([config.time_step_rank, config.state_size, config.state_size], dim=-1)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             B, C = self.rotate(at_least_float32(B)), self.rotate(at_least_float32(C))  # 4. (b, l, n)
             delta = F.softplus(at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype))))  # 5.
             if config.delta_scale_factor != 1.0:

@@ -1,5 +1,7 @@
 """Small pieces that several backbones share."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,6 +10,11 @@ from torch import Tensor, nn
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision up to float32; float32 and float64 as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast switched off where x lives. On the meta device, which knows no autocast, nothing."""
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
 class RMSNorm(nn.Module):

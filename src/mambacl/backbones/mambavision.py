@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import at_least_float32, drop_path
+from mambacl.backbones.layers import at_least_float32, drop_path, full_precision
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -93,7 +93,7 @@ class MambaVisionMixer(nn.Module):
         x, z = F.silu(convolve(x, self.conv1d_x)), F.silu(convolve(z, self.conv1d_z))  # 2.
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
         dt, B, C = projected.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             delta = self.step_sizes(dt)  # 4. (b, l, h)
             x, B, C = at_least_float32(x), at_least_float32(B).unsqueeze(2), at_least_float32(C).unsqueeze(2)
             y, _ = scan_tokens(x, delta, -torch.exp(at_least_float32(self.A_log)), B, C)  # 5.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import RMSNorm, at_least_float32, causal_conv, drop_path
+from mambacl.backbones.layers import RMSNorm, at_least_float32, causal_conv, drop_path, full_precision
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.scan import scan_tokens
@@ -128,7 +128,7 @@ class Mixer(nn.Module):
         x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, d) each
         ahead = self.select(x, self.conv1d, self.x_proj, self.dt_proj)
         back = self.select(x.flip(1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             # The directions are two groups of channels of one scan, so that a backend goes through time once.
             x, delta, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
             A = -torch.exp(at_least_float32(torch.cat((self.A_log, self.A_b_log))))
@@ -143,7 +143,7 @@ class Mixer(nn.Module):
         """What a direction's scan takes: x and delta (b, l, d), B and C (b, l, n), in float32 or better."""
         x = F.silu(causal_conv(u, conv))  # 2.
         dt, B, C = x_proj(x).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             delta = F.softplus(at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype))))  # 4.
         return at_least_float32(x), delta, at_least_float32(B), at_least_float32(C)
 

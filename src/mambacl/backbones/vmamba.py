@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import at_least_float32, drop_path
+from mambacl.backbones.layers import at_least_float32, drop_path, full_precision
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.scan import scan_tokens
@@ -178,7 +178,7 @@ class SS2D(nn.Module):
             x, z = x.chunk(2, dim=-1)
         x = self.act(self.conv2d(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
         u, delta, B, C = self.scan_inputs(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             y, _ = scan_tokens(u, delta, -torch.exp(at_least_float32(self.A_logs)), B, C)  # (b, l, 4 d)
             y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
             # Every direction adds its own D * x, of the same x once the tokens are back in their places.
@@ -192,7 +192,7 @@ class SS2D(nn.Module):
     def scan_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """From x (b, h, w, d): u and delta (b, l, 4 d), B and C (b, l, 4, n), each direction in its own order."""
         projected = F.linear(x, self.x_proj_weight.flatten(0, 1))  # (b, h, w, 4 (rank + 2 n))
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             tokens = cross_scan(at_least_float32(projected).unflatten(3, (DIRECTIONS, -1)))
             dt, B, C = tokens.split([self.rank, self.states, self.states], dim=-1)
             delta = torch.einsum("blkr,kdr->blkd", dt, at_least_float32(self.dt_projs_weight))

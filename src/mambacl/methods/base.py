@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.layers import at_least_float32
+from mambacl.backbones.layers import at_least_float32, full_precision
 from mambacl.classifiers import SeparateHeads
 from mambacl.nullspace import Setting
 from mambacl.options import build_config
@@ -137,7 +137,7 @@ class HeadPerTask(Method):
 
     def _classify(self, heads: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
         """Logits in full precision under autocast, too: rounded ones tie, and ties go to the older class."""
-        with torch.autocast(features.device.type, enabled=False):
+        with full_precision(features):
             return heads(at_least_float32(features))
 
     def state_dict(self) -> dict[str, Tensor]:

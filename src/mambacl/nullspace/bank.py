@@ -36,17 +36,18 @@ class Stack:
     holds_null_space: Tensor  # (stacked, groups)
     slots: list[Slot] = field(default_factory=list)
 
-    def project(self, slot: Slot, changes: Tensor, counted: bool = True) -> Tensor:
-        """The projection of changes (parts, groups, n, D). Bases kept in half precision are brought up for it."""
+    def project_(self, slot: Slot, changes: Tensor, counted: bool = True) -> Tensor:
+        """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
         places: slice | list[int] = slice(None) if slot.places == list(range(len(self.basis))) else slot.places
-        V = self.basis[places].to(self.identity.dtype)
-        identity, factor = self.identity[places], self.factor[places]
-        changes = changes.to(V.dtype)
-        inside = changes @ V
+        V = self.basis[places].to(changes.dtype).flatten(0, 1)
+        identity, factor = (t[places].to(changes.dtype).flatten(0, 1) for t in (self.identity, self.factor))
+        flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
+        inside = flat @ V
         if counted:
-            norms = [torch.linalg.vector_norm(t, dim=(2, 3), dtype=torch.float64) for t in (changes, inside)]
-            slot.energy += torch.stack(norms, dim=-1).square()
-        return identity * changes + (factor * inside) @ V.mT
+            norms = [torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64) for t in (flat, inside)]
+            slot.energy += torch.stack(norms, dim=-1).square().view_as(slot.energy)
+        flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
+        return changes
 
     def moved(self, slot: Slot, number: int) -> Tensor:
         """Squares of a part's updates, of their protected share, of what was applied of both: (4,)."""
@@ -148,13 +149,12 @@ def _stacked(
 def _project(
     stack: Stack, slot: Slot, before: Mapping[str, Tensor], after: Mapping[str, Tensor], counted: bool
 ) -> None:
-    old = [part.matrix(before[part.parameter]) for part in slot.parts]
-    new = [part.matrix(after[part.parameter]) for part in slot.parts]
-    changes = torch.stack(torch._foreach_sub(new, old))
-    projected = stack.project(slot, changes, counted).to(new[0].dtype)
+    precision = stack.identity.dtype
+    old = torch.stack([part.matrix(before[part.parameter]) for part in slot.parts]).to(precision)
+    new = torch.stack([part.matrix(after[part.parameter]) for part in slot.parts]).to(precision)
+    result = stack.project_(slot, new.sub_(old), counted).add_(old)
     places = [part.of(after[part.parameter]) for part in slot.parts]
-    results = torch._foreach_add(old, list(projected.unbind(0)))
-    shaped = [p.restored(r, place.shape) for p, r, place in zip(slot.parts, results, places, strict=True)]
+    shaped = [p.restored(m, place.shape) for p, m, place in zip(slot.parts, result.unbind(0), places, strict=True)]
     torch._foreach_copy_(places, shaped)
 
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.backbones.defocus import Mixer
-from mambacl.backbones.layers import at_least_float32
+from mambacl.backbones.layers import at_least_float32, full_precision
 from mambacl.nullspace.adapters import ADAPTERS, Block, Part, Record, batched, first_tensor
 from mambacl.nullspace.covariance import Features
 
@@ -25,7 +24,7 @@ def has(module: nn.Module, *names: str) -> bool:
 
 def step_sizes(dt: Tensor, weight: Tensor, bias: Tensor | None, bias_times: int = 1) -> Tensor:
     """softplus(W_dt dt + b), in float32 or better."""
-    with torch.autocast(dt.device.type, enabled=False):
+    with full_precision(dt):
         bias = None if bias is None else bias_times * bias
         return F.softplus(at_least_float32(F.linear(dt.to(weight.dtype), weight, bias)))
 
@@ -127,7 +126,7 @@ def defocus(module: nn.Module, name: str) -> Block | None:
         return None
 
     def rotate(dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.autocast(dt.device.type, enabled=False):
+        with full_precision(dt):
             return dt, module.rotate(at_least_float32(B)), module.rotate(at_least_float32(C))
 
     return mamba_block(module, name, finish=rotate, scale=module.config.delta_scale_factor)

@@ -1,0 +1,143 @@
+"""What protecting a model will cost, before anything is trained: bytes by place, projection FLOPs, decomposition time.
+
+Everything but the time follows from shapes. The time is that of one `eigh` of each size, measured here and now, times
+their number.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mambacl.errors import UserError
+from mambacl.nullspace.gathering import evaluating, watching
+from mambacl.nullspace.space import NullSpace
+
+FLOAT32, FLOAT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    blocks: int
+    widths: tuple[int, ...]  # of the SSMs, without repetitions
+    tokens: tuple[int, ...]
+    matrices: dict[int, int]  # covariances to decompose, by size
+    projector_bytes: int  # bases on the device, for the share of protected directions assumed
+    dense_bytes: int  # the same as dense matrices, in the same precision
+    covariance_bytes: int  # kept between tasks, in float64
+    gathering_bytes: int  # those of one task, on the device while they are gathered
+    step_bytes: int  # on the device during a step: the parameters before it, and the changes projected at once
+    file_bytes: int  # a run's file of the null space at the end of a task; it keeps two
+    projection_flops: int  # a step
+    dense_flops: int
+    covariances: str  # where they are kept
+    decomposition_seconds: float | None  # a task; None without a calibration
+
+    def by_place(self) -> dict[str, int]:
+        """Bytes between tasks on the device, in the machine's memory and on disk (without a run's files)."""
+        places = {"device": self.projector_bytes, "cpu": 0, "disk": 0}
+        places[self.covariances] += self.covariance_bytes
+        return places
+
+
+def make_plan(
+    space: NullSpace, images: Tensor, protected: float = 0.1, tasks: int = 1, calibrate_on: torch.device | None = None
+) -> Plan:
+    """`space` of a model, which may be on the meta device; `images`: one batch of their size; `protected`: the share of
+    directions assumed to be protected; `calibrate_on`: where to time the decomposition."""
+    if not 0.0 <= protected <= 1.0:
+        raise UserError(f"The protected share must lie between 0 and 1, got {protected}.")
+    setting, named = space.setting, dict(space.model.named_parameters())
+    itemsize = torch.empty(0, dtype=space._basis_dtype()).element_size()
+    keys: dict[tuple[str, str], tuple[int, int]] = {}  # groups and size
+    slots: dict[tuple[int, int, int], int] = {}  # values that are projected together
+    flops = dense_flops = 0
+    for part, key in space._projected():
+        groups, rows, size = part.matrix(named[part.parameter]).shape
+        keys[key] = groups, size
+        flops += 4 * groups * rows * size * _kept(size, protected)
+        dense_flops += 2 * groups * rows * size * size
+        slots[groups, rows, size] = slots.get((groups, rows, size), 0) + groups * rows * size
+    squares = sum(groups * size * size for groups, size in keys.values())
+    bases = sum(groups * size * _kept(size, protected) for groups, size in keys.values())
+    matrices: dict[int, int] = {}
+    for groups, size in keys.values():
+        matrices[size] = matrices.get(size, 0) + groups
+    constrained = {part.parameter for _, part, _ in space._protected()}
+    constrained |= {part.parameter for _, part in space.parts() if not setting.rule(part.kind).trains}
+    trained = set(space.trained_names())
+    values = sum(named[name].numel() for name in constrained & trained)
+    widths, tokens = _shapes(space, images)
+    kept = tasks if setting.keep_tasks else 1
+    return Plan(
+        blocks=sum(block.selective for block in space.blocks),
+        widths=tuple(sorted(set(widths))),
+        tokens=tuple(sorted(set(tokens))),
+        matrices=matrices,
+        projector_bytes=bases * itemsize,
+        dense_bytes=squares * itemsize,
+        covariance_bytes=squares * FLOAT64 * kept,
+        gathering_bytes=squares * FLOAT64,
+        step_bytes=FLOAT32 * (values + 2 * max(slots.values(), default=0)),
+        file_bytes=squares * FLOAT64 * kept + bases * itemsize,
+        projection_flops=flops,
+        dense_flops=dense_flops,
+        covariances=setting.covariances,
+        decomposition_seconds=None if calibrate_on is None else decomposition_seconds(matrices, calibrate_on),
+    )
+
+
+def _kept(size: int, protected: float) -> int:
+    """Columns of the basis: the smaller of the two spaces."""
+    count = round(protected * size)
+    return min(count, size - count)
+
+
+def _shapes(space: NullSpace, images: Tensor) -> tuple[list[int], list[int]]:
+    """Channels and tokens of every SSM's input."""
+    widths, tokens = [], []
+
+    def show(_: object, features: object) -> None:
+        if isinstance(features, dict) and isinstance(features.get("x"), Tensor):
+            widths.append(features["x"].shape[-1])
+            tokens.append(features["x"].shape[1])
+
+    with watching([b for b in space.blocks if b.selective], show), evaluating(space.model), torch.no_grad():
+        space.model(images)
+    return widths, tokens
+
+
+def decomposition_seconds(matrices: dict[int, int], device: torch.device, repeats: int = 3) -> float:
+    """Time of one `eigh` of each size, the fastest of a few, times their number."""
+    total = 0.0
+    for size, count in matrices.items():
+        batch = min(count, 256) if size <= 32 else 1  # the small matrices of depthwise convolutions go together
+        rows = torch.randn(batch, 2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        rows = rows.to(device) * torch.logspace(0, -3, size, dtype=torch.float64, device=device)
+        covariance = rows.mT @ rows
+        seconds = []
+        for _ in range(repeats if size <= 1024 else 2):
+            _synchronize(device)
+            started = time.perf_counter()
+            _, vectors = torch.linalg.eigh(covariance if batch > 1 else covariance[0])
+            vectors[..., : size // 10].float()
+            _synchronize(device)
+            seconds.append(time.perf_counter() - started)
+        total += min(seconds) * count / batch
+    return total
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def paper_values(blocks: int, width: int, tokens: int) -> int:
+    """The paper's count of auxiliary values, 2 S (2 D^2 + L^2): covariances and dense projectors."""
+    return 2 * blocks * (2 * width**2 + tokens**2)
+
+
+def paper_projector_bytes(blocks: int, width: int, tokens: int) -> int:
+    """The paper's estimate of what its dense projectors take on the GPU in half precision."""
+    return paper_values(blocks, width, tokens)  # half of the values, two bytes each
