@@ -1,5 +1,6 @@
 """Tensors and a little text in one safetensors file: written whole or not at all, checked when read."""
 
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -8,12 +9,16 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mambacl.errors import UserError
 
-CHECKSUM, ALIAS = "mambacl.crc32", "mambacl.same."
+CHECKSUM, ALIAS = "mambacl.checksum", "mambacl.same."
+NO_CHECKSUM = "crc32-of-all not-known-"
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 @contextmanager
@@ -43,25 +48,36 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
-    """Names that hold the very same tensor are written once; the others are kept as an alias."""
+    """Names that hold the very same tensor are written once; the others are kept as an alias. One tensor at a time is
+    in memory besides what is given."""
     own: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
-    storages: set[int] = set()
     for name, tensor in tensors.items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() > 1 and place in first:
             aliases[ALIAS + name] = first[place]
-            continue
-        first[place] = name
-        own[name] = tensor.detach().cpu().contiguous()
-        storage = own[name].untyped_storage()
-        if storage.nbytes() != own[name].nbytes or storage.data_ptr() in storages:
-            own[name] = own[name].clone()  # safetensors takes no views
-        storages.add(storage.data_ptr())
-    metadata = {**text, **aliases, CHECKSUM: str(_checksum(own))}
-    with replacing(path) as temporary:
-        save_file(own, temporary, metadata=metadata)
+        else:
+            first[place] = name
+            own[name] = tensor.detach()
+    order = sorted(own, key=lambda name: (-own[name].element_size(), name))  # so that every tensor begins where it may
+    header: dict[str, object] = {"__metadata__": {**text, **aliases, CHECKSUM: NO_CHECKSUM}}
+    end = 0
+    for name in order:
+        begin, end = end, end + own[name].numel() * own[name].element_size()
+        shape = list(own[name].shape)
+        header[name] = {"dtype": DTYPES[own[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    head = json.dumps(header, ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    sums: dict[str, int] = {}
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in order:
+            data = _bytes(own[name])
+            sums[name] = zlib.crc32(data)
+            file.write(data)
+        file.seek(8)  # the checksum is as long as what stands in its place
+        file.write(head.replace(NO_CHECKSUM.encode(), _checksum(sums).encode(), 1))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -78,16 +94,20 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}).") from None
     checksum = text.pop(CHECKSUM, None)
-    if checksum is not None and checksum != str(_checksum(tensors)):
+    if checksum is not None and checksum != _checksum({n: zlib.crc32(_bytes(t)) for n, t in tensors.items()}):
         raise UserError(f"{path} is damaged: its contents do not match their checksum.")
     for alias in [key for key in text if key.startswith(ALIAS)]:
         tensors[alias.removeprefix(ALIAS)] = tensors[text.pop(alias)]
     return tensors, text
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _checksum(sums: Mapping[str, int]) -> str:
+    """Of the names and of each tensor's own checksum."""
     value = 0
-    for name in sorted(tensors):
-        value = zlib.crc32(name.encode(), value)
-        value = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, value)
-    return value
+    for name in sorted(sums):
+        value = zlib.crc32(f"{name} {sums[name]} ".encode(), value)
+    return f"crc32-of-all {value:010d}"

@@ -26,9 +26,12 @@ class Gathered:
     covariances: dict[Key, Tensor] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
 
-    def plus(self, other: "Gathered", put: Callable[[Tensor], Tensor]) -> "Gathered":
-        covariances = {key: put(mine + other.covariances[key]) for key, mine in self.covariances.items()}
-        return Gathered(covariances, {name: mine.within(other.boxes[name]) for name, mine in self.boxes.items()})
+    def add_(self, other: "Gathered") -> "Gathered":
+        """Adds what other tasks gathered to this one, in place, so that memory holds no third copy."""
+        for key, mine in self.covariances.items():
+            mine.add_(other.covariances[key])
+        self.boxes = {name: mine.within(other.boxes[name]) for name, mine in self.boxes.items()}
+        return self
 
 
 @dataclass(frozen=True)

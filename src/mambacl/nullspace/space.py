@@ -308,12 +308,11 @@ class NullSpace:
                 )
 
     def _take(self, gathered: list[Gathered], tasks: int, moved: list[dict[str, Tensor]]) -> None:
-        """What was gathered, decomposed and in force; all at the end, so that a failure changes nothing."""
+        """What was gathered, decomposed and in force; all at the end, so that a failure changes nothing. Unless tasks
+        are kept apart, there are at most two to add up, and the newest is ours to change."""
         if not self.setting.keep_tasks and len(gathered) > 1:
-            first, *rest = gathered
-            for other in rest:
-                first = first.plus(other, self._shelf.put)
-            gathered = [first]
+            older, newest = gathered
+            gathered = [newest.add_(older)]
         before, self._gathered = self._gathered, gathered
         try:
             decompositions = self._decompose() if gathered else {}
@@ -404,7 +403,7 @@ class NullSpace:
         if not other._gathered:
             return
         moved_in = [
-            Gathered({k: self._shelf.put(c) for k, c in one.covariances.items()}, dict(one.boxes))
+            Gathered({key: self._shelf.put(c.clone()) for key, c in one.covariances.items()}, dict(one.boxes))
             for one in other._gathered
         ]
         self._take([*self._gathered, *moved_in], self.tasks + other.tasks, [*self.moved, *other.moved])

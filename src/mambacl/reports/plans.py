@@ -12,7 +12,7 @@ def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int
         seconds = plan.decomposition_seconds
         decomposition += f"; {seconds:.1f} s a task on {device}, {tasks * seconds:.0f} s for {tasks}"
     lines = [
-        f"{backbone} at {size} x {size}: {plan.blocks} selective SSMs, D {_listed(plan.widths)}, L {_listed(plan.tokens)}",
+        f"{backbone} at {size} px: {plan.blocks} selective SSMs, D {_listed(plan.widths)}, L {_listed(plan.tokens)}",
         f"{protected:.0%} of the directions protected, projectors in {storage}",
         "",
         "Auxiliary bytes between tasks",
@@ -25,7 +25,7 @@ def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int
         f"  gathering       {bytes_text(plan.gathering_bytes):>10} on the device, one task's covariances",
         f"  a run's files   {bytes_text(2 * plan.file_bytes):>10} on disk, the null space after the last two tasks",
         "",
-        f"Projection of a step: {plan.projection_flops / 1e9:.2f} GFLOP ({plan.dense_flops / 1e9:.2f} as dense matrices)",
+        f"Projection of a step: {plan.projection_flops / 1e9:.2f} GFLOP ({plan.dense_flops / 1e9:.2f} when dense)",
         decomposition,
     ]
     if len(plan.widths) == len(plan.tokens) == 1:
