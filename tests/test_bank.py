@@ -254,7 +254,12 @@ def test_parts_that_share_a_projector_are_projected_by_it():
     torch.testing.assert_close(after["a"][11], expected["a"][11], rtol=0, atol=0)  # rows of no part
 
 
-ERRORS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+ERRORS = {
+    torch.float64: 1e-14,
+    torch.float32: 1e-6,
+    torch.float16: 5e-4,
+    torch.bfloat16: 4e-3,
+}  # of the norm of the update
 
 
 @pytest.mark.parametrize("storage", ERRORS, ids=str)
@@ -263,7 +268,7 @@ def test_the_error_of_a_projection_is_that_of_its_storage(storage):
     parameters = torch.float64 if storage == torch.float64 else torch.float32
     before = {name: tensor.to(parameters) for name, tensor in random_like(shapes, 1).items()}
     after = {name: tensor.to(parameters) for name, tensor in random_like(shapes, 2).items()}
-    start, expected = clones(after), {name: tensor.double() for name, tensor in after.items()}
+    start, expected = clones(after), {name: tensor.double().clone() for name, tensor in after.items()}
     bank.project(before, after)
     twice = clones(after)
     bank.project(before, twice)

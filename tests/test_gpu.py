@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_models import MODELS, build, output
 from safetensors.torch import load_file
 from small_run import CONFIG
 from torch import Tensor, nn
 
 import mambacl
+from mambacl.nullspace.projectors import project_part
 from mambacl.scan import selective_scan, selective_scan_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -68,3 +70,53 @@ def test_null_spaces_agree_with_the_cpu(tiny_model: Callable[..., nn.Module]) ->
         error = torch.linalg.norm(gpu.covariances()[name].cpu() - covariance) / torch.linalg.norm(covariance)
         assert error < 1e-4, name
         assert abs(gpu.decompositions()[name].rank - cpu.decompositions()[name].rank) <= 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_exact_setting_leaves_old_outputs_alone(name: str) -> None:
+    model, inputs, _ = build(name)
+    model.cuda()
+    space = mambacl.NullSpace(model, "exact")
+    old = inputs(0)
+    space.consolidate([old])
+    with torch.no_grad():
+        before = output(model, old.cuda())
+    optimizer = space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3, fused=True))
+    for step in range(30):
+        y = output(model, inputs(1000 + step, 4).cuda())
+        optimizer.zero_grad()
+        (y - 1).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = output(model, old.cuda())
+    assert ((after - before).norm() / before.norm()).item() < 1e-5
+    assert max(row[0].item() for row in space.moved_now().values()) > 0
+
+
+@pytest.mark.parametrize("place", ["device", "cpu", "disk"])
+def test_covariances_may_be_elsewhere_than_the_model(place: str, tiny_model: Callable[..., nn.Module]) -> None:
+    images = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    spaces = [mambacl.NullSpace(tiny_model().cuda(), covariances=p, rank="fraction:0.8") for p in ("device", place)]
+    for space in spaces:
+        space.consolidate([images[:10]])
+        space.consolidate([images[10:]])
+    where = next(iter(spaces[1].covariances().values())).device.type
+    assert where == ("cuda" if place == "device" else "cpu")
+    for name, projector in spaces[0].projectors().items():
+        assert spaces[1].projectors()[name].basis.device.type == "cuda"
+        torch.testing.assert_close(spaces[1].projectors()[name].dense(), projector.dense(), rtol=0, atol=1e-5)
+
+
+def test_the_batched_projection_is_the_plain_one(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model().cuda()
+    space = mambacl.NullSpace(model, rank="energy:0.9")
+    space.consolidate([torch.randn(20, 3, 16, 16)])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    batched = {name: tensor + torch.randn_like(tensor) for name, tensor in before.items()}
+    plain = {name: tensor.clone() for name, tensor in batched.items()}
+    for _, part in space.parts():
+        if part.name in space.projectors():
+            project_part(before[part.parameter], plain[part.parameter], part, space.projectors()[part.name])
+    space.project(before, batched)
+    for name in space.trained_names():
+        torch.testing.assert_close(batched[name], plain[name], rtol=0, atol=2e-6)
