@@ -25,13 +25,15 @@ from mambacl.streams import open_stream
 from mambacl.streams.stream import Stream
 
 RANK = "energy:0.99"
-FIXED = {f"A fixed, eta {eta}": {"eta": eta} for eta in (1.0, 0.999, 0.998, 0.995, 0.99, 0.98, 0.95, 0.9)}
-RELAXED = {f"A relaxed by {relax}": {"relax": relax} for relax in (0.03, 0.1, 0.3, 0.9)}
-ALONE = {
+FIXED: dict[str, dict[str, Any]] = {
+    f"A fixed, eta {eta}": {"eta": eta} for eta in (1.0, 0.999, 0.998, 0.995, 0.99, 0.98, 0.95, 0.9)
+}
+RELAXED: dict[str, dict[str, Any]] = {f"A relaxed by {relax}": {"relax": relax} for relax in (0.03, 0.1, 0.3, 0.9)}
+ALONE: dict[str, dict[str, Any]] = {
     f"A alone, relaxed by {relax}": {"relax": relax, **{k: {"trains": False} for k in ("W_delta", "W_B", "W_C", "out")}}
     for relax in (0.1, 0.9)
 }
-PUBLISHED = {"A by delta dA = 0, corner": {"A": {"feature": "delta"}, "rank": "corner"}}
+PUBLISHED: dict[str, dict[str, Any]] = {"A by delta dA = 0, corner": {"A": {"feature": "delta"}, "rank": "corner"}}
 
 
 def train(
@@ -75,7 +77,8 @@ def measure(device: torch.device, seed: int, passes: int, lr: float) -> dict[str
     found: dict[str, dict[str, float]] = {}
     for name, overrides in {**FIXED, **RELAXED, **ALONE, **PUBLISHED}.items():
         own, head = copy.deepcopy(model), copy.deepcopy(heads[1])
-        space = NullSpace(own, "exact", **{"rank": RANK, **overrides})
+        settings: dict[str, Any] = {"rank": RANK, **overrides}
+        space = NullSpace(own, "exact", **settings)
         space.consolidate(stream.plain_batches(0, 100))
         before = features(own, stream, 0)
         A = torch.cat([p.detach().flatten() for n, p in own.named_parameters() if n.endswith("A_log")])

@@ -72,25 +72,40 @@ Adapter = Callable[[nn.Module, str], Block | None]
 ADAPTERS: Registry[Adapter] = Registry("null-space adapter", "mambacl.adapters")
 
 
+COMPILED = "_orig_mod."  # what `torch.compile` puts into the names of a module that it wraps
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have without `torch.compile`."""
+    return {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The same of modules; the wrappers themselves are left out."""
+    return {
+        name.replace(COMPILED, ""): module for name, module in model.named_modules() if not hasattr(module, "_orig_mod")
+    }
+
+
 def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
     """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them."""
     from mambacl.nullspace.layers import plain_layer
 
     adapters = [ADAPTERS.get(name) for name in ADAPTERS.names()]
-    own = {name for name, _ in model.named_parameters()}
+    own, modules = set(named_parameters(model)), named_modules(model)
     blocks: list[Block] = []
     claimed: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         found = next((block for adapter in adapters if (block := adapter(module, name)) is not None), None)
         if found is not None:
             blocks.append(found)
             claimed |= {part.parameter for part in found.parts}
     if layers:
-        for name, module in model.named_modules():
+        for name, module in modules.items():
             layer = plain_layer(module, name)
             if layer is not None and layer.parts[0].parameter in own - claimed:
                 blocks.append(layer)
-        order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+        order = {name: place for place, name in enumerate(modules)}
         blocks.sort(key=lambda block: order[block.name])
     return blocks
 

@@ -38,6 +38,8 @@ def record(
         if block.selective
     }
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def show(block: Block, features: Features) -> None:
         if "output" in features:
             noted[f"{block.name}/output"] = value(features, "output").detach().clone()
@@ -47,8 +49,8 @@ def record(
                     noted[f"{block.name}/{number}/{word}"] = value(features, name).detach().clone()
 
     watched = [block for block in blocks if block.selective]
-    with watching(watched, show), evaluating(model), torch.no_grad():
-        (forward or model)(images)
+    with torch.inference_mode(False), watching(watched, show), evaluating(model), torch.no_grad():
+        (model if forward is None else forward)(images)
     return noted
 
 

@@ -4,7 +4,7 @@ product. `Projector.apply` is the plain twin.
 On its way a bank counts, for each part, how much of the optimizer's update fell into protected directions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,15 +15,40 @@ from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
 
 PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
+Tensors = Mapping[str, Tensor]  # parameters by name
+
+
+class Views:
+    """Views of some parts of parameters, made anew only when the parameters are others than last time."""
+
+    def __init__(self, parts: Sequence[Part], view: Callable[[Part, Tensor], Tensor]) -> None:
+        self.parts, self.view = parts, view
+        self._of: list[int] = []
+        self._views: list[Tensor] = []
+
+    def __call__(self, tensors: Tensors) -> list[Tensor]:
+        places = [tensors[part.parameter].data_ptr() for part in self.parts]
+        if places != self._of:
+            views = [self.view(part, tensors[part.parameter].detach()) for part in self.parts]
+            self._of, self._views = places, views
+        return self._views
 
 
 @dataclass
 class Slot:
     """Parts of equal shape, one for each of some bases of a stack."""
 
-    parts: list[Part]
-    places: list[int]
-    energy: Tensor  # (parts, groups, 2), float64: sums of squares of the updates, and of what the basis holds of them
+    parts: list[Part] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    energy: Tensor = field(default_factory=lambda: torch.empty(0))
+    """(parts, groups, 2), float64: sums of squares of the updates, and of what the basis holds of them"""
+
+    def __post_init__(self) -> None:
+        self.matrices = Views(self.parts, Part.matrix)
+        self.shaped = Views(self.parts, Part.of)
+
+    def some(self, numbers: list[int]) -> "Slot":
+        return Slot([self.parts[i] for i in numbers], [self.places[i] for i in numbers], self.energy[numbers])
 
 
 @dataclass
@@ -40,17 +65,17 @@ class Stack:
         """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
         places: slice | list[int] = slice(None) if slot.places == list(range(len(self.basis))) else slot.places
         V = self.basis[places].to(changes.dtype).flatten(0, 1)
-        identity, factor = (t[places].to(changes.dtype).flatten(0, 1) for t in (self.identity, self.factor))
+        identity, factor = (t[places].flatten(0, 1) for t in (self.identity, self.factor))
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
         inside = flat @ V
         if counted:
-            norms = [torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64) for t in (flat, inside)]
-            slot.energy += torch.stack(norms, dim=-1).square().view_as(slot.energy)
+            norms = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (flat, inside)]
+            slot.energy += torch.stack(norms, dim=-1).double().square().view_as(slot.energy)
         flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
         return changes
 
     def moved(self, slot: Slot, number: int) -> Tensor:
-        """Squares of a part's updates, of their protected share, of what was applied of both: (4,)."""
+        """Squares of a part's updates, of their protected share, of what was applied, and of its share: (4,)."""
         place = slot.places[number]
         total, inside = slot.energy[number].unbind(-1)
         null, identity = self.holds_null_space[place], self.identity[place, :, 0, 0].double()
@@ -96,7 +121,7 @@ class Bank:
             for part in parts:
                 shape = tuple(part.matrix(torch.empty(shapes[part.parameter], device="meta")).shape)
                 seen[shape] = seen.get(shape, -1) + 1  # two parts of one shape go to two slots
-                slot = slots.setdefault((*shape, seen[shape]), Slot([], [], torch.empty(0)))
+                slot = slots.setdefault((*shape, seen[shape]), Slot())
                 slot.parts.append(part)
                 slot.places.append(place)
         groups, device = stack.basis.shape[1], stack.basis.device
@@ -105,20 +130,20 @@ class Bank:
             stack.slots.append(slot)
             self.slots |= {part.name: (stack, slot, number) for number, part in enumerate(slot.parts)}
 
-    @torch.no_grad()
-    def project(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], counted: bool = True) -> None:
-        """Replaces the change of every part from `before` to `after`, in place, by its projection. Parts of parameters
-        that are not given are left out."""
+    def remember(self, tensors: Tensors) -> "Remembered":
+        """The parts as they are now. Parts of parameters that are not given are left out."""
+        found = []
         for stack in self.stacks:
             for slot in stack.slots:
-                there = [i for i, part in enumerate(slot.parts) if part.parameter in before]
-                if len(there) == len(slot.parts):
-                    _project(stack, slot, before, after, counted)
-                elif there:
-                    parts, places = [slot.parts[i] for i in there], [slot.places[i] for i in there]
-                    some = Slot(parts, places, slot.energy[there])
-                    _project(stack, some, before, after, counted)
-                    slot.energy[there] = some.energy
+                there = [i for i, part in enumerate(slot.parts) if part.parameter in tensors]
+                if there:
+                    some = slot if len(there) == len(slot.parts) else slot.some(there)
+                    found.append((stack, slot, some, there, torch.stack(some.matrices(tensors))))
+        return Remembered(found)
+
+    def project(self, before: Tensors, after: Tensors, counted: bool = True) -> None:
+        """Replaces the change of every part from `before` to `after`, in place, by its projection."""
+        self.remember(before).project(after, counted)
 
     def moved(self) -> dict[str, Tensor]:
         return {name: stack.moved(slot, number) for name, (stack, slot, number) in self.slots.items()}
@@ -126,6 +151,26 @@ class Bank:
     def nbytes(self) -> int:
         """Of the bases, which projecting needs at hand."""
         return sum(stack.basis.nbytes for stack in self.stacks)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Parts as they were, slot by slot."""
+
+    found: list[tuple[Stack, Slot, Slot, list[int], Tensor]]
+
+    @torch.no_grad()
+    def project(self, tensors: Tensors, counted: bool = True) -> None:
+        """Replaces the change of every part since then, in place, by its projection."""
+        for stack, slot, some, there, then in self.found:
+            old = then.to(stack.identity.dtype)
+            change = torch.stack(some.matrices(tensors)).to(old.dtype).sub_(old)
+            result = stack.project_(some, change, counted).add_(old)
+            if some is not slot:
+                slot.energy[there] = some.energy
+            places = some.shaped(tensors)
+            shaped = [p.restored(m, t.shape) for p, m, t in zip(some.parts, result.unbind(0), places, strict=True)]
+            torch._foreach_copy_(places, shaped)
 
 
 def _stacked(
@@ -146,39 +191,53 @@ def _stacked(
     return Stack(basis, identity, factor, null)
 
 
-def _project(
-    stack: Stack, slot: Slot, before: Mapping[str, Tensor], after: Mapping[str, Tensor], counted: bool
-) -> None:
-    precision = stack.identity.dtype
-    old = torch.stack([part.matrix(before[part.parameter]) for part in slot.parts]).to(precision)
-    new = torch.stack([part.matrix(after[part.parameter]) for part in slot.parts]).to(precision)
-    result = stack.project_(slot, new.sub_(old), counted).add_(old)
-    places = [part.of(after[part.parameter]) for part in slot.parts]
-    shaped = [p.restored(m, place.shape) for p, m, place in zip(slot.parts, result.unbind(0), places, strict=True)]
-    torch._foreach_copy_(places, shaped)
-
-
-@dataclass
 class Fence:
-    """A part of A_log that stays in its box; with eta below 1 and no relaxation it moves by (1 - eta) of its step."""
+    """Parts of A_log, of one shape, that stay in their boxes; with eta below 1 and no relaxation they move by (1 - eta)
+    of their step."""
 
-    part: Part
-    box: Box
-    eta: float
-    relaxed: bool
-    energy: Tensor  # (4,), float64: as of `Stack.moved`
+    def __init__(self, parts: Sequence[Part], boxes: Sequence[Box], eta: float, relaxed: bool) -> None:
+        self.parts, self.eta, self.relaxed = list(parts), eta, relaxed
+        self.lower, self.upper = (torch.stack([getattr(box, end) for box in boxes]) for end in ("lower", "upper"))
+        self.protects = torch.isfinite(self.lower)
+        self.energy = torch.zeros(len(parts), 4, dtype=torch.float64, device=self.lower.device)  # as of Stack.moved
+        self._views = Views(self.parts, Part.of)
+
+    def boxes(self) -> dict[str, Box]:
+        return {part.name: Box(self.lower[i], self.upper[i]) for i, part in enumerate(self.parts)}
+
+    def remember(self, tensors: Tensors) -> tuple[list[int], Tensor]:
+        """The parts as they are now, and which of them are given."""
+        if all(part.parameter in tensors for part in self.parts):
+            return list(range(len(self.parts))), torch.stack(self._views(tensors))
+        there = [i for i, part in enumerate(self.parts) if part.parameter in tensors]
+        views = [self.parts[i].of(tensors[self.parts[i].parameter].detach()) for i in there]
+        return there, torch.stack(views) if views else torch.empty(0)
 
     @torch.no_grad()
-    def project(self, before: Tensor, after: Tensor, counted: bool = True) -> None:
-        old, new = self.part.of(before), self.part.of(after)
-        change = new - old
-        protected = self.box.protects()
+    def project(self, remembered: tuple[list[int], Tensor], tensors: Tensors, counted: bool = True) -> None:
+        there, old = remembered
+        if not there:
+            return
+        whole = len(there) == len(self.parts)
+        chosen: slice | list[int] = slice(None) if whole else there
+        views = self._views(tensors) if whole else [self.parts[i].of(tensors[self.parts[i].parameter]) for i in there]
+        new, protects = torch.stack(views), self.protects[chosen]
         if self.relaxed:
-            allowed = new.clamp(self.box.lower, self.box.upper)
+            lower, upper = self.lower[chosen], self.upper[chosen]
+            allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # boxes that do not meet hold A still
         else:
-            allowed = torch.where(protected, old + (1 - self.eta) * change, new)
+            allowed = torch.where(protects, old + (1 - self.eta) * (new - old), new)
         if counted:
-            applied = allowed - old
-            sums = (change, change * protected, applied, applied * protected)
-            self.energy += torch.stack([t.double().square().sum() for t in sums])
-        new.copy_(allowed)
+            change, applied = new - old, allowed - old
+            sums = (change, change * protects, applied, applied * protects)
+            norms = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in sums]
+            self.energy[chosen] += torch.stack(norms, dim=1).double().square()
+        torch._foreach_copy_(views, list(allowed.unbind(0)))
+
+
+def fences(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, relaxed: bool) -> list[Fence]:
+    """One for each shape."""
+    alike: dict[torch.Size, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(boxes[part.name].lower.shape, []).append(part)
+    return [Fence(members, [boxes[part.name] for part in members], eta, relaxed) for members in alike.values()]

@@ -31,7 +31,7 @@ def gram(rows: Tensor) -> Tensor:
 def tokens(values: Tensor) -> tuple[Tensor, int]:
     if values.dim() == 4:  # a convolution's windows (b, places, groups, values): a matrix a group
         rows = values.flatten(0, 1).transpose(0, 1)
-        return rows.mT @ rows, rows.shape[1]
+        return (rows.mT @ rows if len(rows) > 1 else gram(rows)), rows.shape[1]
     return gram(values), values.shape[0] * values.shape[1]
 
 

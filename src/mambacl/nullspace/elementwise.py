@@ -7,12 +7,15 @@ behind the radius is derived in docs/exact.md.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ACTIVE = 1e-7  # a state that decays by less over a whole image, in relative terms, is one that float32 cannot tell
+ACTIVE = (
+    1e-7  # a channel whose delta adds up to less over a whole image is one that float32 cannot tell from a still one
+)
 MARGIN = 0.25  # the bound holds for changes of A_log up to this
 
 
@@ -95,5 +98,12 @@ def box(A_log: Tensor, seen: Activity, relax: float) -> Box:
         share = relax / A_log.shape[1]  # each state may cause as much
         bound = share * seen.y[column].sqrt() / seen.k.sqrt().clamp(min=torch.finfo(a.dtype).tiny)
         radius = bound.clamp(max=MARGIN)
-    radius = torch.where(seen.time[column] * a > ACTIVE, radius, torch.inf)
-    return Box((A_log.double() - radius).to(A_log.dtype), (A_log.double() + radius).to(A_log.dtype))
+    radius = torch.where(seen.time[column] * a.clamp(min=1.0) > ACTIVE, radius, torch.inf)
+    lower, upper = A_log.double() - radius, A_log.double() + radius
+    return Box(_rounded(lower, A_log, torch.lt), _rounded(upper, A_log, torch.gt))
+
+
+def _rounded(end: Tensor, A_log: Tensor, outside: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """An end of a box in the precision of A_log, rounded towards A_log."""
+    near = end.to(A_log.dtype)
+    return torch.where(outside(near.double(), end), torch.nextafter(near, A_log), near)

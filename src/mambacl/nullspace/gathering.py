@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.adapters import Block, Part
+from mambacl.nullspace.adapters import Block, Part, named_parameters
 from mambacl.nullspace.covariance import GRAMS, Features, value
 from mambacl.nullspace.elementwise import Activity, Box, activity, activity_and_sensitivity, box
 
@@ -128,6 +128,8 @@ def gather(
     activities: dict[Key, Activity] = {}
     counts: dict[Key, int] = {}
 
+    @torch.inference_mode(False)  # what is gathered is added to later, whatever mode the forward function runs in
+    @torch.no_grad()
     def show(block: Block, features: Features) -> None:
         made: dict[str, Any] = {}
         for key, wanted in by_block.get(block.name, {}).items():
@@ -153,7 +155,7 @@ def gather(
     for key, total in [*sums.items(), *((key, seen.time) for key, seen in activities.items())]:
         if not torch.isfinite(total).all():
             raise UserError(f"The feature {key[1]} of {key[0]} holds NaN or infinite values.")
-    named = dict(model.named_parameters())
+    named = named_parameters(model)
     boxes = {
         part.name: box(part.of(named[part.parameter]).detach(), activities[wanted.key], relax)
         for _, part, wanted in protected

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
+from mambacl.nullspace.adapters import named_parameters
 
 if TYPE_CHECKING:
-    from mambacl.nullspace.space import NullSpace
+    from mambacl.nullspace.space import NullSpace, Snapshot
 
-COPY = "z"  # the entry of a schedule-free optimizer's state that is a parameter itself, not a moment
+COPIES = ("z", "x")  # entries of a schedule-free optimizer's state that are parameters themselves, not moments
 
 
 def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.optim.Optimizer:
@@ -27,41 +28,44 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
             f"NullSpace.wrap takes a torch optimizer, got {type(optimizer).__name__}: give it the one that steps."
         )
 
-    def trained() -> dict[str, torch.nn.Parameter]:
+    known: list[tuple[int, int]] = []
+    parameters: dict[str, Tensor] = {}
+
+    def trained() -> dict[str, Tensor]:
         """By name; groups may be added after the wrapping."""
-        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return {name: parameter for name, parameter in space.model.named_parameters() if parameter in given}
+        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+        if groups != known:
+            given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            found = {name: parameter for name, parameter in named_parameters(space.model).items() if parameter in given}
+            parameters.clear()
+            parameters.update(found)
+            known[:] = groups
+        return parameters
 
     if not any(part.parameter in trained() for _, part in space.parts()):
         raise UserError(
             "NullSpace.wrap got an optimizer without any parameter that it protects: build it from space.parameters()."
         )
-    keeps_copy = "ScheduleFree" in type(optimizer).__name__
-    before: dict[str, Tensor] = {}
-    copies: dict[str, Tensor] = {}
-    parameters: dict[str, torch.nn.Parameter] = {}
+    keeps_copies = any("ScheduleFree" in kind.__name__ for kind in type(optimizer).__mro__)
+    taken: dict[str, Snapshot] = {}
+
+    def copies(word: str) -> dict[str, Tensor]:
+        """One that the first step makes begins as the parameter."""
+        return {name: optimizer.state.get(p, {}).get(word, p) for name, p in trained().items()}
 
     def remember(*_: Any) -> None:
-        forget()
-        constrained = space.constrained_names()
-        for name, parameter in trained().items():
-            if name in constrained:
-                parameters[name], before[name] = parameter, parameter.detach().clone()
-                if keeps_copy:  # one that the first step makes begins as the parameter
-                    copies[name] = optimizer.state.get(parameter, {}).get(COPY, parameter).detach().clone()
+        taken[""] = space.remember(trained())
+        for word in COPIES if keeps_copies else ():
+            taken[word] = space.remember(copies(word))
 
     def project(*_: Any) -> None:
-        space.project(before, {name: parameter.detach() for name, parameter in parameters.items()})
-        if keeps_copy:
-            now = {
-                name: optimizer.state[p][COPY] for name, p in parameters.items() if COPY in optimizer.state.get(p, {})
-            }
-            space.project({name: copies[name] for name in now}, now, counted=False)
-        forget()
-
-    def forget() -> None:
-        for table in (before, copies, parameters):
-            table.clear()
+        taken.pop("").project(trained())
+        for word in list(taken):
+            now = copies(word)
+            made = {name: copy for name, copy in now.items() if copy is not trained()[name]}
+            before = taken.pop(word)
+            if len(made) == len(now):
+                before.project(made, counted=False)
 
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(project)

@@ -64,10 +64,6 @@ def make_plan(
     matrices: dict[int, int] = {}
     for groups, size in keys.values():
         matrices[size] = matrices.get(size, 0) + groups
-    constrained = {part.parameter for _, part, _ in space._protected()}
-    constrained |= {part.parameter for _, part in space.parts() if not setting.rule(part.kind).trains}
-    trained = set(space.trained_names())
-    values = sum(named[name].numel() for name in constrained & trained)
     widths, tokens = _shapes(space, images)
     kept = tasks if setting.keep_tasks else 1
     return Plan(
@@ -79,7 +75,7 @@ def make_plan(
         dense_bytes=squares * itemsize,
         covariance_bytes=squares * FLOAT64 * kept,
         gathering_bytes=squares * FLOAT64,
-        step_bytes=FLOAT32 * (values + 2 * max(slots.values(), default=0)),
+        step_bytes=FLOAT32 * (sum(slots.values()) + max(slots.values(), default=0)),
         file_bytes=squares * FLOAT64 * kept + bases * itemsize,
         projection_flops=flops,
         dense_flops=dense_flops,

@@ -36,9 +36,10 @@ class Projector:
 
 
 def project_part(before: Tensor, after: Tensor, part: Part, projector: Projector) -> None:
-    """Replaces a part's change, in place, by its projection: the plain twin of `Bank.project`, for one group."""
-    old, new = part.of(before), part.of(after)
-    new.copy_(old + projector.apply(new - old, part.side))
+    """Replaces a part's change, in place, by its projection: the plain twin of `Bank.project`."""
+    old, place = part.matrix(before), part.of(after)
+    projected = old + projector.apply(part.matrix(after) - old, "right")  # as matrices, every part has it on the right
+    place.copy_(part.restored(projected, place.shape))
 
 
 @dataclass(frozen=True)

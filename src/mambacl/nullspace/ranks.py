@@ -53,6 +53,8 @@ def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool =
     pooled = np.concatenate(relative)
     owner = np.repeat(np.arange(len(arrays)), [len(values) for values in arrays])
     order = np.argsort(-pooled, kind="stable")
+    if rule == "corner" and _flat(pooled[order]):
+        return [0] * len(arrays)
     null = order[len(pooled) - null_rank(pooled[order], rule) :]
     return np.bincount(owner[null], minlength=len(arrays)).tolist()
 
@@ -149,4 +151,4 @@ def gaussian_filter(values: Spectrum, sigma: float) -> Spectrum:
 
 def as_spectrum(eigenvalues: Tensor) -> Tensor:
     """Ascending eigenvalues, with the rounding below zero removed, as a descending spectrum."""
-    return torch.flip(eigenvalues, dims=(0,)).clamp(min=0)
+    return torch.flip(eigenvalues, dims=(-1,)).clamp(min=0)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
-from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks
+from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks, named_parameters
 from mambacl.nullspace.audit import Drift, drift, record
-from mambacl.nullspace.bank import Bank, Fence
+from mambacl.nullspace.bank import Bank, Fence, Remembered, fences
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
 from mambacl.nullspace.optimizer import project_steps
@@ -75,9 +75,13 @@ class NullSpace:
         self.leave = tuple(leave)
         every_layer = self.setting.layers == "all"
         found = [block for block in find_blocks(self.model, every_layer) if not self._left(block.name)]
+        found = [
+            dataclasses.replace(block, parts=tuple(part for part in block.parts if not self._left(part.parameter)))
+            for block in found
+        ]
         if not every_layer:
             found = [dataclasses.replace(block, parts=_of_the_ssm(block.parts)) for block in found]
-        if not found:
+        if not any(block.parts for block in found):
             advice = (
                 "it has no linear or convolution layer either" if every_layer else "layers='all' protects plain layers"
             )
@@ -88,6 +92,7 @@ class NullSpace:
         self._check_blocks(sum(block.selective for block in found))
         places = {block.name: i for i, block in enumerate(block for block in found if block.selective)}
         self.blocks = [b for b in found if not b.selective or self.setting.trains_block(places[b.name])]
+        self._outside = {p.parameter for b in found if b not in self.blocks for p in b.parts}  # blocks not to fine-tune
         self.tasks = 0
         self.moved: list[dict[str, Tensor]] = []  # by task, then by part: see `Bank.moved`
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -95,7 +100,9 @@ class NullSpace:
         self._gathered: list[Gathered] = []  # a task each, or all in one
         self._spectra: dict[Key, tuple[Tensor, Tensor]] = {}
         self._bank: Bank | None = None
-        self._fences: dict[str, Fence] = {}
+        self._fences: list[Fence] = []
+        self._rules = {kind: self.setting.rule(kind) for kind in KINDS}
+        self._fixed = [part for _, part in self.parts() if not self._rules[part.kind].trains]
         logger.info("%s", self.describe())
 
     def _check_blocks(self, count: int) -> None:
@@ -121,25 +128,25 @@ class NullSpace:
         """With every layer trained: names of parameters that are no part of a block."""
         if self.setting.layers != "all":
             return []
-        known = {part.parameter for _, part in self.parts()}
-        return [name for name, _ in self.model.named_parameters() if name not in known and not self._left(name)]
+        known = {part.parameter for _, part in self.parts()} | self._outside
+        return [name for name in named_parameters(self.model) if name not in known and not self._left(name)]
 
     def trained_names(self) -> list[str]:
         """Parameters of which some rows are trained in some task, in the model's order."""
-        trained = {part.parameter for _, part in self.parts() if self.setting.rule(part.kind).trains}
+        trained = {part.parameter for _, part in self.parts() if self._rules[part.kind].trains}
         if self.setting.others != "fixed":
             trained |= set(self._others())
-        return [name for name, _ in self.model.named_parameters() if name in trained]
+        return [name for name in named_parameters(self.model) if name in trained]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters to give to an optimizer."""
-        named = dict(self.model.named_parameters())
+        named = named_parameters(self.model)
         return [named[name] for name in self.trained_names()]
 
     def freeze_others(self) -> None:
         """Only what this space trains, or leaves, keeps its gradient."""
         trained = set(self.trained_names())
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model).items():
             parameter.requires_grad_(name in trained or self._left(name))
 
     def describe(self) -> str:
@@ -152,7 +159,7 @@ class NullSpace:
         ssms = sum(block.selective for block in self.blocks)
         plain = len(self.blocks) - ssms
         lines = [f"{ssms} selective SSMs{f' and {plain} plain layers' if plain else ''}; {how}"]
-        named = dict(self.model.named_parameters())
+        named = named_parameters(self.model)
         for kind in KINDS:
             rule = setting.rule(kind)
             parts = [part for _, part in self.parts() if part.kind == kind]
@@ -185,7 +192,7 @@ class NullSpace:
 
     def _protected(self) -> Iterator[tuple[Block, Part, Wanted]]:
         for block, part in self.parts():
-            rule = self.setting.rule(part.kind)
+            rule = self._rules[part.kind]
             if rule.trains and rule.projected:
                 yield block, part, wanted_feature(block, part, rule.feature)
 
@@ -228,7 +235,7 @@ class NullSpace:
 
     def boxes(self) -> dict[str, Box]:
         """Where each part that is protected element by element may be."""
-        return {name: fence.box for name, fence in self._fences.items()}
+        return {name: box for fence in self._fences for name, box in fence.boxes().items()}
 
     # Training
 
@@ -242,32 +249,28 @@ class NullSpace:
 
     def constrained_names(self) -> set[str]:
         """Parameters whose updates are changed."""
-        names = {part.parameter for _, part in self.parts() if not self.setting.rule(part.kind).trains}
-        if self.tasks:
-            names |= {part.parameter for _, part, _ in self._protected()}
-        return names | set(self._pinned())
+        names = {part.parameter for part in self._fixed} | set(self._pinned())
+        return names | {part.parameter for _, part, _ in self._protected()} if self.tasks else names
 
     def _pinned(self) -> list[str]:
-        return (
-            self._others()
-            if self.setting.others == "fixed" or (self.setting.others == "first-task" and self.tasks)
-            else []
-        )
+        fixed = self.setting.others == "fixed" or (self.setting.others == "first-task" and self.tasks > 0)
+        return self._others() if fixed else []
 
-    @torch.no_grad()
+    def remember(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
+        """Parameters as they are now, so that `Snapshot.project` can replace their change by what is allowed of it."""
+        whole = [name for name in self._pinned() if name in tensors]
+        parts = [part for part in self._fixed if part.parameter in tensors]
+        with torch.no_grad():
+            return Snapshot(
+                {name: tensors[name].detach().clone() for name in whole},
+                [(part, part.of(tensors[part.parameter]).detach().clone()) for part in parts],
+                None if self._bank is None else self._bank.remember(tensors),
+                [(fence, fence.remember(tensors)) for fence in self._fences],
+            )
+
     def project(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, counted: bool = True) -> None:
         """Replaces the change of parameters from `before` to `after`, in place, by what is allowed of it."""
-        for _, part in self.parts():
-            if part.parameter in before and not self.setting.rule(part.kind).trains:
-                part.of(after[part.parameter]).copy_(part.of(before[part.parameter]))
-        for name in self._pinned():
-            if name in before:
-                after[name].copy_(before[name])
-        for fence in self._fences.values():
-            if fence.part.parameter in before:
-                fence.project(before[fence.part.parameter], after[fence.part.parameter], counted)
-        if self._bank is not None:
-            self._bank.project(before, after, counted)
+        self.remember(before).project(after, counted=counted)
 
     # The end of a task
 
@@ -278,8 +281,12 @@ class NullSpace:
         They go through `forward`, by default the model, in evaluation mode. Before the first task, it protects what the
         model knows from elsewhere. Nothing changes if it fails.
         """
+        with torch.inference_mode(False):
+            return self._consolidate(loader, forward)
+
+    def _consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None) -> Consolidation:
         setting, started = self.setting, time.perf_counter()
-        run = forward or self.model
+        run = self.model if forward is None else forward
         protected = list(self._protected())
         gathered, images = gather(
             self.model,
@@ -298,7 +305,7 @@ class NullSpace:
         return Consolidation(images, covered - started, time.perf_counter() - covered)
 
     def _check_sizes(self, gathered: Gathered) -> None:
-        named = dict(self.model.named_parameters())
+        named = named_parameters(self.model)
         for part, key in self._projected():
             size, covariance = part.matrix(named[part.parameter]).shape[-1], gathered.covariances[key]
             if covariance.shape[-1] != size:
@@ -349,15 +356,12 @@ class NullSpace:
         users: dict[Key, list[Part]] = {}
         for part, key in self._projected():
             users.setdefault(key, []).append(part)
-        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in named_parameters(self.model).items()}
         uses = [(decomposition, users[key]) for key, decomposition in decompositions.items()]
         self._bank = Bank(uses, shapes, setting.eta, setting.scaling, self._basis_dtype(), device) if uses else None
         self._spectra = {key: (d.spectrum, d.ranks) for key, d in decompositions.items()}
-        parts = {part.name: part for _, part, _ in self._protected()}
-        none = torch.zeros(4, dtype=torch.float64, device=device)
-        self._fences = {
-            name: Fence(parts[name], box, setting.eta, setting.relax > 0, none.clone()) for name, box in boxes.items()
-        }
+        fenced = [part for _, part, _ in self._protected() if part.name in boxes]
+        self._fences = fences(fenced, boxes, setting.eta, setting.relax > 0)
 
     def _say_what_is_protected(self) -> None:
         sizes = sorted(
@@ -377,7 +381,9 @@ class NullSpace:
         """By part, since the last consolidation: sums over steps of the squares of the optimizer's update, of its
         share in protected directions, of the update applied, and of that one's share: (4,) each."""
         moved = {} if self._bank is None else self._bank.moved()
-        return {name: t.cpu() for name, t in {**moved, **{n: f.energy for n, f in self._fences.items()}}.items()}
+        for fence in self._fences:
+            moved |= {part.name: fence.energy[i] for i, part in enumerate(fence.parts)}
+        return {name: row.cpu() for name, row in moved.items()}
 
     def record(self, images: Tensor, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
         """What the blocks make of some images now: delta, A, B, C and the output, to audit later."""
@@ -396,17 +402,31 @@ class NullSpace:
     def merge(self, other: "NullSpace") -> None:
         """Protects also what `other` does: a branch of the same model, trained apart. Covariances add."""
         self._check_same_setting(dataclasses.asdict(other.setting), "The other null space has")
-        mine, theirs = ({(part.name, key) for part, key in space._projected()} for space in (self, other))
+        mine, theirs = (
+            {
+                (part.name, wanted.key, part.of(parameters[part.parameter]).shape)
+                for _, part, wanted in space._protected()
+            }
+            for space in (self, other)
+            for parameters in (named_parameters(space.model),)
+        )
         if mine != theirs:
-            shown = ", ".join(sorted(name for name, _ in mine ^ theirs)[:6])
-            raise UserError(f"The other null space is of another model; names on one side only: {shown}.")
+            shown = ", ".join(sorted({name for name, *_ in mine ^ theirs})[:6])
+            raise UserError(f"The other null space is of another model; it differs in {shown}.")
         if not other._gathered:
             return
         moved_in = [
             Gathered({key: self._shelf.put(c.clone()) for key, c in one.covariances.items()}, dict(one.boxes))
             for one in other._gathered
         ]
+        counts = self.step_state_dict()
         self._take([*self._gathered, *moved_in], self.tasks + other.tasks, [*self.moved, *other.moved])
+        self.load_step_state_dict(counts)
+
+    def _signature(self) -> set[tuple[str, Key, torch.Size]]:
+        """What is protected, by what, and in which size."""
+        named = named_parameters(self.model)
+        return {(part.name, wanted.key, part.of(named[part.parameter]).shape) for _, part, wanted in self._protected()}
 
     def forget(self, task: int) -> None:
         """Takes back the consolidation of one task, counted from 0, as if it had never been."""
@@ -416,7 +436,9 @@ class NullSpace:
             raise UserError(f"There is no task {task} to forget: {self.tasks} were consolidated, counted from 0.")
         left = [one for number, one in enumerate(self._gathered) if number != task]
         moved = [one for number, one in enumerate(self.moved) if number != task]
+        counts = self.step_state_dict()
         self._take(left, self.tasks - 1, moved)
+        self.load_step_state_dict(counts)
 
     # Saving
 
@@ -434,7 +456,7 @@ class NullSpace:
                 f"{part.name}.basis": own.basis,
                 f"{part.name}.rank": own.ranks,
             }
-        for name in self._fences:
+        for name in self.boxes():
             for number, one in enumerate(self._gathered):
                 for word in BOX_WORDS:
                     state[f"{name}.{word}{self._task_suffix(number)}"] = getattr(one.boxes[name], word)
@@ -466,7 +488,7 @@ class NullSpace:
             raise UserError(f"This null-space state is of another model or setting; names on one side only: {shown}.")
         gathered = [Gathered() for _ in (numbers if tasks else ())]
         decompositions: dict[Key, Decomposition] = {}
-        named = dict(self.model.named_parameters())
+        named = named_parameters(self.model)
         for _, part, feature in protected:
             parameter = named[part.parameter]
             if feature.feature == "delta-elementwise":
@@ -505,10 +527,11 @@ class NullSpace:
 
     def step_state_dict(self) -> dict[str, Tensor]:
         """What changes with each step: how much of the updates fell into protected directions so far."""
-        energies = (
-            {} if self._bank is None else {name: slot.energy[i] for name, (_, slot, i) in self._bank.slots.items()}
-        )
-        return {**energies, **{name: fence.energy for name, fence in self._fences.items()}}
+        slots = {} if self._bank is None else self._bank.slots
+        energies = {name: slot.energy[number] for name, (_, slot, number) in slots.items()}
+        for fence in self._fences:
+            energies |= {part.name: fence.energy[i] for i, part in enumerate(fence.parts)}
+        return energies
 
     def load_step_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.step_state_dict().items():
@@ -529,6 +552,28 @@ class NullSpace:
         for name in (*KINDS, "layers", "accumulate", "keep_tasks"):
             if name in other and other[name] != own[name]:
                 raise UserError(f"{words} {name} {other[name]}, this one {own[name]}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Parameters as they were before a step."""
+
+    whole: Mapping[str, Tensor]
+    fixed: Sequence[tuple[Part, Tensor]]
+    projected: Remembered | None
+    fenced: Sequence[tuple[Fence, tuple[list[int], Tensor]]]
+
+    @torch.no_grad()
+    def project(self, tensors: Mapping[str, Tensor], *, counted: bool = True) -> None:
+        """Replaces the change since then, in place, by what is allowed of it."""
+        for name, old in self.whole.items():
+            tensors[name].copy_(old)
+        for part, old in self.fixed:
+            part.of(tensors[part.parameter]).copy_(old)
+        for fence, remembered in self.fenced:
+            fence.project(remembered, tensors, counted)
+        if self.projected is not None:
+            self.projected.project(tensors, counted)
 
 
 def _of_the_ssm(parts: Sequence[Part]) -> tuple[Part, ...]:
