@@ -8,7 +8,6 @@ from adapter_models import build, output
 from nullspace_help import OUT, X_PROJ, images, set_random_gradients, snapshot
 from torch import nn
 
-from mambacl.errors import UserError
 from mambacl.nullspace import Decomposition, NullSpace, Part, dense_projector, null_rank
 from mambacl.nullspace.adapters import find_blocks
 from mambacl.nullspace.bank import PADDING, Bank
@@ -135,7 +134,6 @@ def test_a_bank_projects_like_one_projector_at_a_time(name):
         )
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="project_part does not flatten a convolution's kernel")
 def test_the_plain_twin_takes_a_convolution_of_one_group():
     part, shapes = Part("conv", "w"), {"w": torch.Size((5, 2, 3, 3))}
     decomposition, _ = made(18, 7)
@@ -171,10 +169,6 @@ def random_groups(ranks, size=6, seed=0):
     return torch.stack([J.T @ J for J in rows])
 
 
-GROUPS_REVERSED = "as_spectrum flips the groups, not the eigenvalues: every group gets another one's rank"
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=GROUPS_REVERSED)
 @pytest.mark.parametrize("rule", ["tolerance:1e-12", "energy:0.8", "corner", "smoothed-corner"])
 def test_groups_are_decomposed_each_by_itself(rule):
     covariances = random_groups([1, 2, 4, 6])
@@ -188,7 +182,6 @@ def test_groups_are_decomposed_each_by_itself(rule):
         )
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=GROUPS_REVERSED)
 def test_a_group_without_input_frees_no_other():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(3, 3, 2, groups=3, bias=False)).double()
@@ -419,11 +412,7 @@ def test_counts_start_again_with_each_task(tiny_model):
         assert all(torch.equal(space.moved[task + 1][name], counts) for name, counts in seen[task].items())
 
 
-ONE_GROUP = "a convolution of one group has a covariance (1, D, D), which load_state_dict refuses"
-NOT_LOADED = pytest.mark.xfail(strict=True, raises=UserError, reason=ONE_GROUP)
-
-
-@pytest.mark.parametrize("layers", ["ssm", pytest.param("all", marks=NOT_LOADED)])
+@pytest.mark.parametrize("layers", ["ssm", "all"])
 def test_counts_survive_saving_in_the_middle_of_a_task(tiny_model, layers):
     final = {}
     for stops in (False, True):

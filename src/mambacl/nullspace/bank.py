@@ -29,9 +29,16 @@ class Views:
     def __call__(self, tensors: Tensors) -> list[Tensor]:
         places = [tensors[part.parameter].data_ptr() for part in self.parts]
         if places != self._of:
-            views = [self.view(part, tensors[part.parameter].detach()) for part in self.parts]
+            given = [tensors[part.parameter].detach() for part in self.parts]
+            views = [self.view(part, tensor) for part, tensor in zip(self.parts, given, strict=True)]
+            if not all(map(_shares_memory, views, given)):  # of a weight in another layout, a matrix is a copy
+                return views
             self._of, self._views = places, views
         return self._views
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @dataclass

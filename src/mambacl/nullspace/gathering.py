@@ -167,8 +167,6 @@ def gather(
 def _active(features: Features, delta: Tensor, scan: str, relax: float) -> Activity:
     if relax == 0:
         return activity(delta)
-    if scan not in features:
-        raise UserError("relax is not there for this kind of block: its A is a number a head; use relax 0.")
     return activity_and_sensitivity(value(features, scan))
 
 
@@ -180,6 +178,11 @@ def _check_seen(
 ) -> None:
     for block in blocks:
         for key in wanted[block.name]:
+            if runs[block.name] == 0 and not block.selective:
+                raise UserError(
+                    f"consolidate saw nothing go into {block.name}: the forward function does not run it, or uses its "
+                    f"weight without calling it; leave=('{block.name}',) leaves it out."
+                )
             if runs[block.name] == 0:
                 raise UserError(f"consolidate saw no features of {block.name}: the forward function does not run it.")
             if seen.get(key, 0) < runs[block.name]:

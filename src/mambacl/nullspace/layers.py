@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.nullspace.adapters import Block, Part, Record
+from mambacl.nullspace.adapters import Block, Part, Record, first_tensor
 
 
 def plain_layer(module: nn.Module, name: str) -> Block | None:
@@ -17,15 +17,15 @@ def plain_layer(module: nn.Module, name: str) -> Block | None:
         return None
 
     def hooks(record: Record) -> list[Any]:
-        def show(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            x = arguments[0]
+        def show(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = first_tensor(arguments, named)
             rows = x.flatten(1, -2) if isinstance(module, nn.Linear) and x.dim() > 2 else x
             if isinstance(module, nn.Linear):
                 record({"in": rows if rows.dim() == 3 else rows[:, None]})
             else:
                 record({"in": lambda: windows(module, x)})
 
-        return [module.register_forward_pre_hook(show)]
+        return [module.register_forward_pre_hook(show, with_kwargs=True)]
 
     return Block(name, module, (part,), hooks, selective=False)
 

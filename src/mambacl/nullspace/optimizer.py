@@ -28,18 +28,18 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
             f"NullSpace.wrap takes a torch optimizer, got {type(optimizer).__name__}: give it the one that steps."
         )
 
-    known: list[tuple[int, int]] = []
+    known: list[int] = []
     parameters: dict[str, Tensor] = {}
 
     def trained() -> dict[str, Tensor]:
         """By name; groups may be added after the wrapping."""
-        groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
-        if groups != known:
+        now = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if now != known:
             given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             found = {name: parameter for name, parameter in named_parameters(space.model).items() if parameter in given}
             parameters.clear()
             parameters.update(found)
-            known[:] = groups
+            known[:] = now
         return parameters
 
     if not any(part.parameter in trained() for _, part in space.parts()):
@@ -51,7 +51,8 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
 
     def copies(word: str) -> dict[str, Tensor]:
         """One that the first step makes begins as the parameter."""
-        return {name: optimizer.state.get(p, {}).get(word, p) for name, p in trained().items()}
+        moving = {name: p for name, p in trained().items() if p.grad is not None}
+        return {name: optimizer.state.get(p, {}).get(word, p) for name, p in moving.items()}
 
     def remember(*_: Any) -> None:
         taken[""] = space.remember(trained())
@@ -64,7 +65,7 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
             now = copies(word)
             made = {name: copy for name, copy in now.items() if copy is not trained()[name]}
             before = taken.pop(word)
-            if len(made) == len(now):
+            if made and len(made) == len(now):
                 before.project(made, counted=False)
 
     optimizer.register_step_pre_hook(remember)

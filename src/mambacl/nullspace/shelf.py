@@ -18,6 +18,8 @@ class Shelf:
         self._numbers = itertools.count()
         self._folder: Path | None = None
         if place == "disk":
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
             self._temporary = tempfile.TemporaryDirectory(prefix="covariances-", dir=folder, ignore_cleanup_errors=True)
             self._folder = Path(self._temporary.name)
 

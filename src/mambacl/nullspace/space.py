@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
-from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks, named_parameters
+from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks, named_modules, named_parameters
 from mambacl.nullspace.audit import Drift, drift, record
 from mambacl.nullspace.bank import Bank, Fence, Remembered, fences
 from mambacl.nullspace.elementwise import Box
@@ -23,10 +23,11 @@ from mambacl.nullspace.optimizer import project_steps
 from mambacl.nullspace.projectors import Decomposition, Projector, decompose
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.shelf import Shelf
+from mambacl.registry import did_you_mean
 from mambacl.tensorfile import read_tensors, write_tensors
 
 BOX_WORDS = ("lower", "upper")
-MOVED = "moved"
+MOVED, CARRIED = "moved", "carried."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,9 @@ class NullSpace:
         self.setting = (setting_named(setting) if isinstance(setting, str) else setting).override(**overrides)
         self.model = unwrapped(model)
         self.leave = tuple(leave)
+        for name in self.leave:
+            if name not in (modules := named_modules(self.model)):
+                raise UserError(f"The model has no module '{name}' to leave.{did_you_mean(name, modules)}")
         every_layer = self.setting.layers == "all"
         found = [block for block in find_blocks(self.model, every_layer) if not self._left(block.name)]
         found = [
@@ -92,7 +96,7 @@ class NullSpace:
         self._check_blocks(sum(block.selective for block in found))
         places = {block.name: i for i, block in enumerate(block for block in found if block.selective)}
         self.blocks = [b for b in found if not b.selective or self.setting.trains_block(places[b.name])]
-        self._outside = {p.parameter for b in found if b not in self.blocks for p in b.parts}  # blocks not to fine-tune
+        self._outside = [block.name for block in found if block not in self.blocks]  # not to be fine-tuned
         self.tasks = 0
         self.moved: list[dict[str, Tensor]] = []  # by task, then by part: see `Bank.moved`
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -102,6 +106,10 @@ class NullSpace:
         self._bank: Bank | None = None
         self._fences: list[Fence] = []
         self._rules = {kind: self.setting.rule(kind) for kind in KINDS}
+        named = named_parameters(self.model)
+        if self.setting.relax > 0 and any(p.kind == "A" and named[p.parameter].dim() == 1 for _, p in self.parts()):
+            raise UserError("relax is not there for blocks whose A is a number a head, as in Mamba-2: use relax 0.")
+        self._carried: dict[str, Tensor] = {}  # counts of this task from before a merge
         self._fixed = [part for _, part in self.parts() if not self._rules[part.kind].trains]
         logger.info("%s", self.describe())
 
@@ -128,8 +136,9 @@ class NullSpace:
         """With every layer trained: names of parameters that are no part of a block."""
         if self.setting.layers != "all":
             return []
-        known = {part.parameter for _, part in self.parts()} | self._outside
-        return [name for name in named_parameters(self.model) if name not in known and not self._left(name)]
+        known = {part.parameter for _, part in self.parts()}
+        names = [name for name in named_parameters(self.model) if name not in known and not self._left(name)]
+        return [name for name in names if not any(name.startswith(f"{block}.") for block in self._outside)]
 
     def trained_names(self) -> list[str]:
         """Parameters of which some rows are trained in some task, in the model's order."""
@@ -301,6 +310,7 @@ class NullSpace:
         gathered = Gathered({key: self._shelf.put(c) for key, c in gathered.covariances.items()}, gathered.boxes)
         covered = time.perf_counter()
         self._take([*self._gathered, gathered], self.tasks + 1, [*self.moved, self.moved_now()])
+        self._carried = {}
         self._say_what_is_protected()
         return Consolidation(images, covered - started, time.perf_counter() - covered)
 
@@ -383,7 +393,10 @@ class NullSpace:
         moved = {} if self._bank is None else self._bank.moved()
         for fence in self._fences:
             moved |= {part.name: fence.energy[i] for i, part in enumerate(fence.parts)}
-        return {name: row.cpu() for name, row in moved.items()}
+        rows = {name: row.cpu() for name, row in moved.items()}
+        for name, row in self._carried.items():
+            rows[name] = rows[name] + row if name in rows else row
+        return rows
 
     def record(self, images: Tensor, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
         """What the blocks make of some images now: delta, A, B, C and the output, to audit later."""
@@ -419,9 +432,9 @@ class NullSpace:
             Gathered({key: self._shelf.put(c.clone()) for key, c in one.covariances.items()}, dict(one.boxes))
             for one in other._gathered
         ]
-        counts = self.step_state_dict()
+        counts = self.moved_now()
         self._take([*self._gathered, *moved_in], self.tasks + other.tasks, [*self.moved, *other.moved])
-        self.load_step_state_dict(counts)
+        self._carried = counts
 
     def _signature(self) -> set[tuple[str, Key, torch.Size]]:
         """What is protected, by what, and in which size."""
@@ -436,9 +449,9 @@ class NullSpace:
             raise UserError(f"There is no task {task} to forget: {self.tasks} were consolidated, counted from 0.")
         left = [one for number, one in enumerate(self._gathered) if number != task]
         moved = [one for number, one in enumerate(self.moved) if number != task]
-        counts = self.step_state_dict()
+        counts = self.moved_now()
         self._take(left, self.tasks - 1, moved)
-        self.load_step_state_dict(counts)
+        self._carried = counts
 
     # Saving
 
@@ -531,9 +544,10 @@ class NullSpace:
         energies = {name: slot.energy[number] for name, (_, slot, number) in slots.items()}
         for fence in self._fences:
             energies |= {part.name: fence.energy[i] for i, part in enumerate(fence.parts)}
-        return energies
+        return {**energies, **{f"{CARRIED}{name}": row for name, row in self._carried.items()}}
 
     def load_step_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._carried = {n.removeprefix(CARRIED): row.cpu() for n, row in state.items() if n.startswith(CARRIED)}
         for name, tensor in self.step_state_dict().items():
             if name in state:
                 tensor.copy_(state[name])

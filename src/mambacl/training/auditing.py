@@ -41,11 +41,8 @@ def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str,
     roles = {part.name: {"block": block.name, "kind": part.kind} for block in blocks for part in block.parts}
     updates = []
     for task, rows in enumerate(moved):
-        parts = [
-            {"part": n, **roles.get(n, {"block": n, "kind": "?"}), "moved": r.tolist()}
-            for n, r in rows.items()
-            if r.any()
-        ]
+        protected = [name for name in roles if name in rows and rows[name].any()]  # in the model's order
+        parts = [{"part": name, **roles[name], "moved": rows[name].tolist()} for name in protected]
         updates.append({"task": task, "parts": parts})
     result = {"schema": 1, "after": tasks, "tasks": kept, "updates": [row for row in updates if row["parts"]]}
     folder.write_json("audit.json", result)

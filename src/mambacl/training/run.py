@@ -1,6 +1,7 @@
 """Runs from beginning to end: `train`, `resume` and `evaluate`, for the command line and for Python alike."""
 
 import dataclasses
+import os
 import signal
 import threading
 import traceback
@@ -298,7 +299,11 @@ def _terminable() -> Iterator[None]:
         yield
         return
 
+    own = os.getpid()
+
     def interrupt(*_: Any) -> None:
+        if os.getpid() != own:  # a worker, which inherits this: it must go, and not keep the run's lock
+            os._exit(128 + signal.SIGTERM)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
