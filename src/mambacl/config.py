@@ -39,6 +39,9 @@ class RunConfig:
     """model to teach; `mambacl models` lists them"""
     pretrained: bool | str = True
     """true for the public weights of that model, or the path of a checkpoint; false starts from random weights"""
+    known_classes: bool = False
+    """the checkpoint already tells the first task's classes apart: its classifier is taken over, nothing is trained in
+    that task, and its images only show what to protect"""
     backbone_options: dict[str, Any] = field(default_factory=dict)
     """changes to the model's configuration"""
     setting: str = "paper"
@@ -71,6 +74,8 @@ class RunConfig:
             raise UserError(f"audit_images must not be negative, got {self.audit_images}.")
         if self.pretrained is None:
             raise UserError("pretrained is true, false or the path of a checkpoint.")
+        if self.known_classes and self.pretrained is False:
+            raise UserError("known_classes needs a model that knows them: set pretrained to its checkpoint.")
         for name in ("name", "num_classes", "pretrained"):
             if name in self.backbone_options:
                 raise UserError(f"backbone_options cannot hold '{name}': it is set by the run itself.")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from mambacl.errors import UserError
+
 
 class SeparateHeads(nn.Module):
     def __init__(self, num_features: int) -> None:
@@ -25,6 +27,21 @@ class SeparateHeads(nn.Module):
                 head.load_state_dict(before.state_dict())
             head.to(next(before.parameters()).device)
         self.heads.append(head)
+
+    def take_over(self, classifier: nn.Linear) -> None:
+        """A classifier that was trained elsewhere as the next head, fixed."""
+        if classifier.in_features != self.num_features:
+            raise UserError(
+                f"The classifier takes {classifier.in_features} features, the model gives {self.num_features}: "
+                "take over the one that was trained with it."
+            )
+        self.add(classifier.out_features, seed=0)
+        head = self.heads[-1]
+        assert isinstance(head, nn.Linear)
+        with torch.no_grad():
+            head.weight.copy_(classifier.weight)
+            head.bias.zero_() if classifier.bias is None else head.bias.copy_(classifier.bias)
+        head.requires_grad_(False)
 
     @property
     def widths(self) -> list[int]:

@@ -28,6 +28,8 @@ class Setup:
     warm_second_head: bool = False
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    classifier: nn.Linear | None = None
+    """of the first task's classes, where the model knows them already"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Method(ABC):
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model, setup
+        self.known_tasks = int(setup.classifier is not None)  # in these nothing is trained
         self.options = build_config(self.options_class, setup.options, self.name)
 
     @abstractmethod
@@ -117,8 +120,12 @@ class HeadPerTask(Method):
         return []
 
     def start_task(self, task: Task) -> None:
-        warm = self.setup.warm_second_head and task.index == 1
-        self.heads.add(task.classes, task.seed, warm)
+        if task.index < self.known_tasks:
+            assert self.setup.classifier is not None
+            self.heads.take_over(self.setup.classifier)
+        else:
+            warm = self.setup.warm_second_head and task.index == 1
+            self.heads.add(task.classes, task.seed, warm)
         self.heads.to(next(self.model.parameters()).device)
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:

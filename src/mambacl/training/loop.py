@@ -87,6 +87,8 @@ class Loop:
             self.method.start_task(
                 Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), task_seed(self.seed, task))
             )
+        if task < self.method.known_tasks:
+            return
         if self.optimizer is None:
             self._new_optimizer()
         for epoch in range(self.position.epoch, self.recipe.epochs):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacl.backbones import create_model
+from mambacl.backbones import create_model, load_weights
+from mambacl.backbones.loading import HEADS, weights_file
+from mambacl.backbones.registry import MODELS
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -214,8 +216,28 @@ def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
     with torch.no_grad():  # images that do not fit the model are noticed here, before anything is written
         model(torch.zeros(1, 3, stream.transforms.size, stream.transforms.size))
     warm = config.training.heads == "warm-second"
-    method = method_class(model.to(device), Setup(config.nullspace, warm, config.seed, config.options))
+    classifier = None
+    if config.known_classes:  # after the first task it is in the checkpoints
+        learned = folder is not None and (folder.checkpoints / checkpoints.TASK_END).exists()
+        classes = len(stream.tasks[0])
+        classifier = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
+    setup = Setup(config.nullspace, warm, config.seed, config.options, classifier)
+    method = method_class(model.to(device), setup)
     return _Parts(config, model, stream, method, device)
+
+
+def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
+    """The classifier in the checkpoint that a run starts from."""
+    whole = create_model(config.backbone, num_classes=classes, **config.backbone_options)
+    path = weights_file(MODELS.get(config.backbone)) if config.pretrained is True else Path(str(config.pretrained))
+    account = load_weights(whole, path)
+    head = getattr(whole, "head", None) or whole.classifier["head"]  # type: ignore[index]
+    if any(name.startswith(HEADS) for name in account.missing) or not isinstance(head, nn.Linear):
+        raise UserError(
+            f"{path} has no linear classifier of {classes} classes, as the first task has: give the first task the "
+            "classes that it knows (stream.tasks), or set known_classes to false."
+        )
+    return head
 
 
 def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint | None) -> Run:
