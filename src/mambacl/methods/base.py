@@ -94,6 +94,10 @@ class Method(ABC):
     def task_state_dict(self) -> dict[str, Tensor]:
         return {}
 
+    def task_text(self) -> dict[str, str]:
+        """What a reader of the task's state should know about it."""
+        return {}
+
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         return
 

@@ -1,6 +1,8 @@
 """Mamba-CL: the selective SSM and the layer after it are fine-tuned, each update projected onto the null space of the
 features of all tasks before."""
 
+import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -42,6 +44,10 @@ class MambaCL(HeadPerTask):
 
     def task_state_dict(self) -> dict[str, Tensor]:
         return self.space.state_dict()
+
+    def task_text(self) -> dict[str, str]:
+        parts = {p.name: {"block": p.block, "kind": p.kind, "feature": p.feature} for p in self.space.protections()}
+        return {"setting": json.dumps(dataclasses.asdict(self.space.setting)), "parts": json.dumps(parts)}
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.space.load_state_dict(state)

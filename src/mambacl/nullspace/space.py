@@ -44,6 +44,7 @@ class Protection:
     """A parameter (or rows of it), the feature that multiplies it, from which side, and in which way."""
 
     name: str
+    block: str
     kind: str
     feature: str
     side: Side
@@ -195,8 +196,8 @@ class NullSpace:
     def protections(self) -> list[Protection]:
         """What is protected, and by what, as data."""
         return [
-            Protection(part.name, part.kind, wanted.key[1], part.side, _form(part, wanted))
-            for _, part, wanted in self._protected()
+            Protection(part.name, block.name, part.kind, wanted.key[1], part.side, _form(part, wanted))
+            for block, part, wanted in self._protected()
         ]
 
     def _protected(self) -> Iterator[tuple[Block, Part, Wanted]]:

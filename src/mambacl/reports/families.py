@@ -1,7 +1,7 @@
 """The spectra of a run, put in order: one family for each feature, with one spectrum a block.
 
-Names are like `blocks.0.mixer.x_proj.weight[0:12]`. The rows of x_proj are W_delta, W_B and W_C, in that order; the
-setting says which of them are projected, and thereby which rows are which.
+A run stores what each part is. Where it does not, names tell: they are like `blocks.0.mixer.x_proj.weight[0:12]`, and
+the rows of x_proj are W_delta, W_B and W_C, in that order; the setting says which of them are projected.
 """
 
 import re
@@ -44,11 +44,32 @@ class Family:
 
 def spectrum_families(record: RunRecord) -> list[Family]:
     """Families in the order in which their roles appear in a block."""
+    if record.parts:
+        return _described_families(record)
     families: dict[tuple[str, ...], dict[str, Spectrum]] = {}
     for block, roles in _by_block(record).items():
         for shared, spectrum in _shared(roles).items():
             families.setdefault(shared, {})[block] = spectrum
     return [Family(roles, _feature(roles, record.setting), spectra) for roles, spectra in families.items()]
+
+
+def _described_families(record: RunRecord) -> list[Family]:
+    """From what is stored beside the spectra: parts of a block that have the same feature share its spectrum."""
+    shared: dict[tuple[str, str], list[str]] = {}  # block and feature -> kinds
+    spectra: dict[tuple[str, str], Spectrum] = {}
+    for name, part in record.parts.items():
+        if name in record.spectra:
+            key = part["block"], part["feature"]
+            spectra[key] = record.spectra[name]
+            if part["kind"] not in shared.setdefault(key, []):
+                shared[key].append(part["kind"])
+    families: dict[tuple[tuple[str, ...], str], dict[str, Spectrum]] = {}
+    for (block, feature), kinds in shared.items():
+        number = ".".join(re.findall(r"\d+", block)) or block
+        direction = re.search(r"\((.*)\)", feature)
+        roles = tuple(kind if direction is None else f"{kind} ({direction[1]})" for kind in kinds)
+        families.setdefault((roles, feature.partition("(")[0]), {})[number] = spectra[block, feature]
+    return [Family(roles, feature, found) for (roles, feature), found in families.items()]
 
 
 def _by_block(record: RunRecord) -> dict[str, dict[str, Spectrum]]:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -170,9 +171,20 @@ def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
         folded.append(f"<details{state}><summary>{escaped(words)}</summary>{picture.html()}</details>")
     lead = (
         f"After task {record.spectra_task + 1}: which directions the features of the tasks so far leave free. "
-        "The next updates are projected onto these null directions, as strictly as eta says."
+        f"The next updates are projected onto these null directions, as strictly as eta says. {_how(record.setting)}"
     )
     return [Section("null-space", "Null space", protected.html() + "".join(folded), lead)], pictures
+
+
+def _how(setting: Mapping[str, Any]) -> str:
+    """The choices behind the ranks and the projection, in a sentence."""
+    if "rank" not in setting:
+        return ""
+    over = "over all blocks together" if setting.get("rank_over") == "all" else "block by block"
+    words = f"Ranks by {setting['rank']}, {over}; eta {setting.get('eta')}"
+    if setting.get("scaling") == "frobenius":
+        words += "; projectors divided by their norm, as in the released code, so that steps are mostly shorter"
+    return words + "."
 
 
 def _audit(record: RunRecord) -> tuple[list[Section], list[Picture]]:

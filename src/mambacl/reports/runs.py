@@ -45,6 +45,8 @@ class RunRecord:
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
     """by protected part, after the latest task that has a file; parts that share a feature share the array"""
     spectra_task: int | None = None
+    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """block, kind and feature of each protected part, as stored beside the spectra"""
     audit: Mapping[str, Any] = field(default_factory=dict)
     """what audit.json says, or nothing"""
     setting: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +140,7 @@ def load_run(path: str | Path) -> RunRecord:
     config_text = _read_text(folder / "config.yaml")
     stream = folder / "stream.json"
     config = _parse_config(folder / "config.yaml", config_text)
-    spectra, spectra_task, setting = _read_spectra(folder / "checkpoints")
+    spectra, spectra_task, setting, parts = _read_spectra(folder / "checkpoints")
     configured = config.get("nullspace")
     setting = setting or (configured if isinstance(configured, Mapping) else {})
     return RunRecord(
@@ -150,6 +152,7 @@ def load_run(path: str | Path) -> RunRecord:
         epochs=_read_epochs(folder / "metrics.jsonl"),
         spectra=spectra,
         spectra_task=spectra_task,
+        parts=parts,
         audit=_read_audit(folder / "audit.json"),
         setting=setting,
     )
@@ -229,11 +232,13 @@ def _read_epochs(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(last[key] for key in sorted(last))
 
 
-def _read_spectra(folder: Path) -> tuple[dict[str, Spectrum], int | None, Mapping[str, Any]]:
+def _read_spectra(
+    folder: Path,
+) -> tuple[dict[str, Spectrum], int | None, Mapping[str, Any], Mapping[str, Mapping[str, str]]]:
     """Spectra and ranks of the latest null space. Covariances and bases, which are large, stay on disk."""
     files = {int(match[1]): path for path in folder.glob("*") if (match := NULLSPACE_FILE.fullmatch(path.name))}
     if not files:
-        return {}, None, {}
+        return {}, None, {}, {}
     path = files[max(files)]
     try:
         with safe_open(path, framework="np") as file:
@@ -247,12 +252,14 @@ def _read_spectra(folder: Path) -> tuple[dict[str, Spectrum], int | None, Mappin
                 part, holder = name.removesuffix(".spectrum"), holders[name]
                 if holder not in loaded:
                     loaded[holder] = np.asarray(file.get_tensor(holder), dtype=np.float64)
-                rank = int(file.get_tensor(holders[f"{part}.rank"]))
-                spectra[part] = Spectrum(loaded[holder], rank)
-        setting = json.loads(text.get("setting", "{}"))
+                rank, values = file.get_tensor(holders[f"{part}.rank"]), loaded[holder]
+                # Of a convolution, the mean over its groups.
+                spectra[part] = Spectrum(values.reshape(-1, values.shape[-1]).mean(0), round(float(np.mean(rank))))
+        setting, parts = (json.loads(text.get(key, "{}")) for key in ("setting", "parts"))
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away to make the report without its spectra.") from None
-    return spectra, max(files), setting if isinstance(setting, Mapping) else {}
+    setting, parts = (value if isinstance(value, Mapping) else {} for value in (setting, parts))
+    return spectra, max(files), setting, parts
 
 
 def _parse_config(path: Path, text: str) -> Mapping[str, Any]:

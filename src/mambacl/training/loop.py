@@ -166,7 +166,9 @@ class Loop:
         row = self.evaluate(task)
         self._add_seconds(evaluate=time.perf_counter() - started)
         position.correct.append(row)
-        position.task_file = checkpoints.save_task_state(self.folder, task, self.method.task_state_dict(), {})
+        position.task_file = checkpoints.save_task_state(
+            self.folder, task, self.method.task_state_dict(), self.method.task_text()
+        )
         position.task, position.epoch = task + 1, 0
         total = self.stream.test_counts()
         self._record("task", task=task, correct=row, total=total[: task + 1])
