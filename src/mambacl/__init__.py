@@ -6,6 +6,8 @@ The names below are loaded when first used, so that `import mambacl` costs nothi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mambacl.timm_models import join_timm
+
 if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.nullspace import NullSpace
@@ -38,6 +40,9 @@ __all__ = [
     "selective_scan",
     "train",
 ]
+
+
+join_timm()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,9 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
+from mambacl.log import logger
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
 from mambacl.options import merge
@@ -110,6 +112,7 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
         base = {}
     else:
         base = read_preset(source)
+    base = _for_backbone(_nested(base), _nested(overrides))
     values: dict[str, Any] = {}
     for layer in ({"setting": "paper", "recipe": "paper"}, base, overrides):
         values = _with_layer(values, _nested(layer))
@@ -117,6 +120,20 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     if config.name in ("run", "images") and config.stream.dataset == "folders" and config.stream.root is not None:
         return dataclasses.replace(config, name=Path(config.stream.root).name)  # runs of several folders keep apart
     return config
+
+
+def _for_backbone(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What a preset chose for its own backbone is dropped when another one is named: its weights, its options, and the
+    blocks to fine-tune. The other starts from its public weights, if it has any."""
+    name = overrides.get("backbone")
+    if not isinstance(name, str) or name == base.get("backbone", RunConfig.backbone):
+        return base
+    base = {key: value for key, value in base.items() if key not in ("pretrained", "backbone_options")}
+    nullspace = {key: value for key, value in base.get("nullspace", {}).items() if key != "blocks"}
+    if "pretrained" not in overrides and MODELS.get(name).weights is None:
+        logger.info("There are no public weights for %s: it starts from random ones (--pretrained FILE).", name)
+        base["pretrained"] = False
+    return {**base, "nullspace": nullspace} if "nullspace" in base else base
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mambacl.backbones.layers import (
     PatchEmbed,
@@ -188,6 +189,7 @@ class DefocusMamba(nn.Module):
         self.config = config
         self.num_classes = config.num_classes
         self.num_features = config.embed_dim
+        self.grad_checkpointing = False
         self.default_cfg = {
             "input_size": (3, config.img_size, config.img_size),
             "mean": (0.485, 0.456, 0.406),
@@ -225,8 +227,13 @@ class DefocusMamba(nn.Module):
     def reset_classifier(self, num_classes: int) -> None:
         """A new head for so many classes; 0 removes it."""
         self.num_classes = num_classes
-        self.head = self._new_head()
-        self.head2 = self._new_head() if self.config.use_aux_loss else None
+        like = self.norm.weight
+        self.head = self._new_head().to(like.device, like.dtype)
+        self.head2 = self._new_head().to(like.device, like.dtype) if self.config.use_aux_loss else None
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trades time for memory: the backward computes each block again instead of keeping what it needs."""
+        self.grad_checkpointing = enable
 
     def _new_head(self) -> nn.Module:
         width = self.num_features
@@ -244,7 +251,10 @@ class DefocusMamba(nn.Module):
         if self.cls_token is not None:
             x = torch.cat((x, self.cls_token.expand(len(x), -1, -1).to(x.dtype)), dim=1)
         for block in self.blocks:
-            x = block(x)
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         return self.norm(x)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:

@@ -282,8 +282,9 @@ class MambaVision(nn.Module):
     def reset_classifier(self, num_classes: int) -> None:
         """A new head for so many classes; 0 removes it."""
         self.num_classes = num_classes
-        self.head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
-        self._initialize(self.head)
+        head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self._initialize(head)
+        self.head = head.to(self.norm.weight.device, self.norm.weight.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Blocks keep only their input for the backward pass and compute the rest again there."""

@@ -299,7 +299,8 @@ class VMamba(nn.Module):
         """A new head for so many classes; 0 removes it."""
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
-        self.classifier["head"] = head.apply(_initialize)
+        like = next(self.classifier["norm"].parameters())
+        self.classifier["head"] = head.apply(_initialize).to(like.device, like.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Whether the backward computes each block's activations again instead of keeping them."""
