@@ -270,8 +270,8 @@ def models(arguments: Sequence[str]) -> int:
             source = "in the package" if weights.packaged else str(weights.url).rpartition("/")[2]
             note, top1 = f"{weights.licence}: {source}", f"{weights.top1:.1f}" if weights.top1 else ""
         print(f"{name:26} {count / 1e6:>9.2f} M {size:>4} {flops / 1e9:>7.2f}  {top1:>5}  {note}", flush=True)
-    print("\nGFLOP of one image: multiply-adds count as two, elementwise operations not at all, the scan as 9 operations "
-          "a token, channel and state. top-1: per cent, as published.")  # fmt: skip
+    print("\nGFLOP of one image: multiply-adds count as two, elementwise operations not at all, the scan as 9 "
+          "operations a token, channel and state. top-1: per cent, as published.")  # fmt: skip
     if "defocus_mamba_large_22k" in names:
         with torch.device("meta"):
             model = create_model("defocus_mamba_large_22k", num_classes=1000, head_type="IN1k_cls", use_aux_loss=False)
