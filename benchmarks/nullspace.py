@@ -48,7 +48,7 @@ def random_covariances(space: NullSpace, device: torch.device) -> Gathered:
     named = dict(space.model.named_parameters())
     generator = torch.Generator(device).manual_seed(0)
     covariances: dict[Key, Tensor] = {}
-    for part, key in space._projected():
+    for part, key in space.projected():
         groups, _, size = part.matrix(named[part.parameter]).shape
         if key not in covariances:
             rows = torch.randn(groups, 2 * size, size, generator=generator, device=device, dtype=torch.float64)
@@ -96,10 +96,10 @@ def measure(
     gathered = random_covariances(space, device)
     covariances = allocated(device) - before
     started = time.perf_counter()
-    space._take([gathered], 1, [])
+    space.take([gathered], 1, [])
     synchronize(device)
     result["decomposition_s"] = time.perf_counter() - started
-    bank = space._bank
+    bank = space.bank
     assert bank is not None
     held = allocated(device) - before - covariances if device.type == "cuda" else bank.nbytes()
     with torch.device("meta"):
@@ -116,7 +116,7 @@ def measure(
     }
 
     # The plain way: a dense matrix a parameter, from an SVD of its own
-    named = {part.name: key for part, key in space._projected()}
+    named = {part.name: key for part, key in space.projected()}
     sample = list(named.items())[: 5 * 4]
     dense: dict[str, Tensor] = {}
     started = time.perf_counter()

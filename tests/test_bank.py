@@ -313,7 +313,7 @@ def test_a_space_of_full_or_empty_null_spaces_needs_no_bytes(tiny_model):
     for rank in ("fraction:0.0", "fraction:1.0"):
         space = NullSpace(tiny_model(), rank=rank)
         space.consolidate([images()])
-        assert space._bank.nbytes() == 0
+        assert space.bank.nbytes() == 0
 
 
 # What is counted

@@ -40,8 +40,8 @@ def test_bytes_are_those_held(name, setting, layers):
     space = NullSpace(model, setting, layers=layers, rank="fraction:0.75", covariances="cpu")
     plan = make_plan(space, inputs(0), protected=0.25)
     space.consolidate([inputs(0, 2)])
-    assert plan.projector_bytes == pytest.approx(space._bank.nbytes(), rel=0.1)
-    kept = {id(c): c.nbytes for one in space._gathered for c in one.covariances.values()}
+    assert plan.projector_bytes == pytest.approx(space.bank.nbytes(), rel=0.1)
+    kept = {id(c): c.nbytes for one in space.gathered for c in one.covariances.values()}
     assert plan.covariance_bytes == sum(kept.values()) and plan.by_place()["cpu"] == plan.covariance_bytes
     assert plan.by_place() == {"device": plan.projector_bytes, "cpu": plan.covariance_bytes, "disk": 0}
 

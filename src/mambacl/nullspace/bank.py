@@ -248,3 +248,25 @@ def fences(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, relaxed:
     for part in parts:
         alike.setdefault(boxes[part.name].lower.shape, []).append(part)
     return [Fence(members, [boxes[part.name] for part in members], eta, relaxed) for members in alike.values()]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Parameters as they were before a step."""
+
+    whole: Tensors
+    fixed: Sequence[tuple[Part, Tensor]]
+    projected: Remembered | None
+    fenced: Sequence[tuple[Fence, tuple[list[int], Tensor]]]
+
+    @torch.no_grad()
+    def project(self, tensors: Tensors, *, counted: bool = True) -> None:
+        """Replaces the change since then, in place, by what is allowed of it."""
+        for name, old in self.whole.items():
+            tensors[name].copy_(old)
+        for part, old in self.fixed:
+            part.of(tensors[part.parameter]).copy_(old)
+        for fence, remembered in self.fenced:
+            fence.project(remembered, tensors, counted)
+        if self.projected is not None:
+            self.projected.project(tensors, counted)

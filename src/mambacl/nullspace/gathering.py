@@ -42,6 +42,10 @@ class Wanted:
     feature: str
     inputs: tuple[str, ...]
 
+    @property
+    def elementwise(self) -> bool:
+        return self.feature == "delta-elementwise"
+
 
 def wanted_feature(block: Block, part: Part, feature: str) -> Wanted:
     """Parts that multiply the same tensors get the same key."""
@@ -139,7 +143,7 @@ def gather(
             for name in wanted.inputs:
                 if name not in made:
                     made[name] = value(features, name).to(products)
-            if wanted.feature == "delta-elementwise":
+            if wanted.elementwise:
                 activities[key] = _active(features, made[wanted.inputs[0]], scans[key], relax).plus(activities.get(key))
                 continue
             share, rows = GRAMS[wanted.feature].gram(*(made[name] for name in wanted.inputs))
@@ -159,7 +163,7 @@ def gather(
     boxes = {
         part.name: box(part.of(named[part.parameter]).detach(), activities[wanted.key], relax)
         for _, part, wanted in protected
-        if wanted.feature == "delta-elementwise"
+        if wanted.elementwise
     }
     return Gathered(sums, boxes), images
 

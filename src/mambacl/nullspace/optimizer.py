@@ -17,7 +17,8 @@ from mambacl.errors import UserError
 from mambacl.nullspace.adapters import named_parameters
 
 if TYPE_CHECKING:
-    from mambacl.nullspace.space import NullSpace, Snapshot
+    from mambacl.nullspace.bank import Snapshot
+    from mambacl.nullspace.space import NullSpace
 
 COPIES = ("z", "x")  # entries of a schedule-free optimizer's state that are parameters themselves, not moments
 

@@ -49,11 +49,11 @@ def make_plan(
     if not 0.0 <= protected <= 1.0:
         raise UserError(f"The protected share must lie between 0 and 1, got {protected}.")
     setting, named = space.setting, dict(space.model.named_parameters())
-    itemsize = torch.empty(0, dtype=space._basis_dtype()).element_size()
+    itemsize = torch.empty(0, dtype=space.basis_dtype()).element_size()
     keys: dict[tuple[str, str], tuple[int, int]] = {}  # groups and size
     slots: dict[tuple[int, int, int], int] = {}  # values that are projected together
     flops = dense_flops = 0
-    for part, key in space._projected():
+    for part, key in space.projected():
         groups, rows, size = part.matrix(named[part.parameter]).shape
         keys[key] = groups, size
         flops += 4 * groups * rows * size * _kept(size, protected)

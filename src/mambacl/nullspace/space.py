@@ -16,18 +16,18 @@ from mambacl.log import logger
 from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
 from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks, named_modules, named_parameters
 from mambacl.nullspace.audit import Drift, drift, record
-from mambacl.nullspace.bank import Bank, Fence, Remembered, fences
+from mambacl.nullspace.bank import Bank, Fence, Snapshot, fences
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
 from mambacl.nullspace.optimizer import project_steps
 from mambacl.nullspace.projectors import Decomposition, Projector, decompose
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.shelf import Shelf
+from mambacl.nullspace.states import State, from_tensors, to_tensors
 from mambacl.registry import did_you_mean
 from mambacl.tensorfile import read_tensors, write_tensors
 
-BOX_WORDS = ("lower", "upper")
-MOVED, CARRIED = "moved", "carried."
+CARRIED = "carried."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +102,9 @@ class NullSpace:
         self.moved: list[dict[str, Tensor]] = []  # by task, then by part: see `Bank.moved`
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._shelf = Shelf(self.setting.covariances, self._device(), None if folder is None else Path(folder))
-        self._gathered: list[Gathered] = []  # a task each, or all in one
+        self.gathered: list[Gathered] = []  # a task each, or all in one
         self._spectra: dict[Key, tuple[Tensor, Tensor]] = {}
-        self._bank: Bank | None = None
+        self.bank: Bank | None = None
         self._fences: list[Fence] = []
         self._rules = {kind: self.setting.rule(kind) for kind in KINDS}
         named = named_parameters(self.model)
@@ -162,7 +162,7 @@ class NullSpace:
     def describe(self) -> str:
         """One line a kind: what is trained, what is protected, and from which feature."""
         setting = self.setting
-        protects = any(True for _ in self._protected())
+        protects = any(True for _ in self.protected())
         how = f"eta {setting.eta}, rank by {setting.rank}" if protects else "nothing is protected"
         if protects and setting.scaling == "frobenius":
             how += ", projectors divided by their norm, so that most of their effect is a smaller step"
@@ -197,19 +197,19 @@ class NullSpace:
         """What is protected, and by what, as data."""
         return [
             Protection(part.name, block.name, part.kind, wanted.key[1], part.side, _form(part, wanted))
-            for block, part, wanted in self._protected()
+            for block, part, wanted in self.protected()
         ]
 
-    def _protected(self) -> Iterator[tuple[Block, Part, Wanted]]:
+    def protected(self) -> Iterator[tuple[Block, Part, Wanted]]:
         for block, part in self.parts():
             rule = self._rules[part.kind]
             if rule.trains and rule.projected:
                 yield block, part, wanted_feature(block, part, rule.feature)
 
-    def _projected(self) -> Iterator[tuple[Part, Key]]:
+    def projected(self) -> Iterator[tuple[Part, Key]]:
         """Protected parts that have a projector, and its key."""
-        for _, part, wanted in self._protected():
-            if wanted.feature != "delta-elementwise":
+        for _, part, wanted in self.protected():
+            if not wanted.elementwise:
                 yield part, wanted.key
 
     def projectors(self) -> dict[str, Projector]:
@@ -219,13 +219,13 @@ class NullSpace:
 
     def decompositions(self) -> dict[str, Decomposition]:
         """Spectrum, null rank and basis for each protected part, by parameter name and rows."""
-        if self._bank is None:
+        if self.bank is None:
             return {}
-        return {part.name: self._decomposition(part, key) for part, key in self._projected()}
+        return {part.name: self._decomposition(part, key) for part, key in self.projected()}
 
     def _decomposition(self, part: Part, key: Key) -> Decomposition:
-        assert self._bank is not None
-        stack, slot, number = self._bank.slots[part.name]
+        assert self.bank is not None
+        stack, slot, number = self.bank.slots[part.name]
         spectrum, ranks = self._spectra[key]
         width = int(torch.minimum(ranks, spectrum.shape[-1] - ranks).max())
         basis = stack.basis[slot.places[number], :, :, :width]
@@ -233,12 +233,12 @@ class NullSpace:
 
     def covariances(self) -> dict[str, Tensor]:
         """The accumulated covariance for each protected part, by parameter name and rows."""
-        if not self._gathered:
+        if not self.gathered:
             return {}
-        return {part.name: self._covariance(key) for part, key in self._projected()}
+        return {part.name: self._covariance(key) for part, key in self.projected()}
 
     def _covariance(self, key: Key) -> Tensor:
-        first, *rest = (gathered.covariances[key] for gathered in self._gathered)
+        first, *rest = (gathered.covariances[key] for gathered in self.gathered)
         for other in rest:
             first = first + other
         return first
@@ -260,13 +260,13 @@ class NullSpace:
     def constrained_names(self) -> set[str]:
         """Parameters whose updates are changed."""
         names = {part.parameter for part in self._fixed} | set(self._pinned())
-        return names | {part.parameter for _, part, _ in self._protected()} if self.tasks else names
+        return names | {part.parameter for _, part, _ in self.protected()} if self.tasks else names
 
     def _pinned(self) -> list[str]:
         fixed = self.setting.others == "fixed" or (self.setting.others == "first-task" and self.tasks > 0)
         return self._others() if fixed else []
 
-    def remember(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
+    def remember(self, tensors: Mapping[str, Tensor]) -> Snapshot:
         """Parameters as they are now, so that `Snapshot.project` can replace their change by what is allowed of it."""
         whole = [name for name in self._pinned() if name in tensors]
         parts = [part for part in self._fixed if part.parameter in tensors]
@@ -274,7 +274,7 @@ class NullSpace:
             return Snapshot(
                 {name: tensors[name].detach().clone() for name in whole},
                 [(part, part.of(tensors[part.parameter]).detach().clone()) for part in parts],
-                None if self._bank is None else self._bank.remember(tensors),
+                None if self.bank is None else self.bank.remember(tensors),
                 [(fence, fence.remember(tensors)) for fence in self._fences],
             )
 
@@ -297,7 +297,7 @@ class NullSpace:
     def _consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None) -> Consolidation:
         setting, started = self.setting, time.perf_counter()
         run = self.model if forward is None else forward
-        protected = list(self._protected())
+        protected = list(self.protected())
         gathered, images = gather(
             self.model,
             self.blocks,
@@ -310,14 +310,14 @@ class NullSpace:
         self._check_sizes(gathered)
         gathered = Gathered({key: self._shelf.put(c) for key, c in gathered.covariances.items()}, gathered.boxes)
         covered = time.perf_counter()
-        self._take([*self._gathered, gathered], self.tasks + 1, [*self.moved, self.moved_now()])
+        self.take([*self.gathered, gathered], self.tasks + 1, [*self.moved, self.moved_now()])
         self._carried = {}
         self._say_what_is_protected()
         return Consolidation(images, covered - started, time.perf_counter() - covered)
 
     def _check_sizes(self, gathered: Gathered) -> None:
         named = named_parameters(self.model)
-        for part, key in self._projected():
+        for part, key in self.projected():
             size, covariance = part.matrix(named[part.parameter]).shape[-1], gathered.covariances[key]
             if covariance.shape[-1] != size:
                 raise UserError(
@@ -325,28 +325,25 @@ class NullSpace:
                     "choose another feature for it."
                 )
 
-    def _take(self, gathered: list[Gathered], tasks: int, moved: list[dict[str, Tensor]]) -> None:
+    def take(self, gathered: list[Gathered], tasks: int, moved: list[dict[str, Tensor]]) -> None:
         """What was gathered, decomposed and in force; all at the end, so that a failure changes nothing. Unless tasks
         are kept apart, there are at most two to add up, and the newest is ours to change."""
         if not self.setting.keep_tasks and len(gathered) > 1:
             older, newest = gathered
             gathered = [newest.add_(older)]
-        before, self._gathered = self._gathered, gathered
+        before, self.gathered = self.gathered, gathered
         try:
             decompositions = self._decompose() if gathered else {}
         except BaseException:
-            self._gathered = before
+            self.gathered = before
             raise
-        boxes: dict[str, Box] = {}
-        for one in gathered:
-            boxes = {name: box.within(boxes.get(name)) for name, box in one.boxes.items()}
-        self._install(decompositions, boxes)
+        self._install(decompositions, State(tasks, gathered).boxes())
         self.tasks, self.moved = tasks, moved
 
     def _decompose(self) -> dict[Key, Decomposition]:
         setting, device = self.setting, self._device()
-        keys = list(dict.fromkeys(key for _, key in self._projected()))
-        precision, dtype = getattr(torch, setting.spectrum), self._basis_dtype()
+        keys = list(dict.fromkeys(key for _, key in self.projected()))
+        precision, dtype = getattr(torch, setting.spectrum), self.basis_dtype()
         if setting.rank_over == "block":
             found = [decompose([self._covariance(key).to(device)], setting.rank, precision, dtype)[0] for key in keys]
             return dict(zip(keys, found, strict=True))
@@ -357,7 +354,7 @@ class NullSpace:
             decompositions |= zip(alike, found, strict=True)
         return decompositions
 
-    def _basis_dtype(self) -> torch.dtype:
+    def basis_dtype(self) -> torch.dtype:
         if next(self.model.parameters()).dtype == torch.float64:
             return torch.float64
         return getattr(torch, self.setting.storage)
@@ -365,13 +362,13 @@ class NullSpace:
     def _install(self, decompositions: Mapping[Key, Decomposition], boxes: Mapping[str, Box]) -> None:
         setting, device = self.setting, self._device()
         users: dict[Key, list[Part]] = {}
-        for part, key in self._projected():
+        for part, key in self.projected():
             users.setdefault(key, []).append(part)
         shapes = {name: parameter.shape for name, parameter in named_parameters(self.model).items()}
         uses = [(decomposition, users[key]) for key, decomposition in decompositions.items()]
-        self._bank = Bank(uses, shapes, setting.eta, setting.scaling, self._basis_dtype(), device) if uses else None
+        self.bank = Bank(uses, shapes, setting.eta, setting.scaling, self.basis_dtype(), device) if uses else None
         self._spectra = {key: (d.spectrum, d.ranks) for key, d in decompositions.items()}
-        fenced = [part for _, part, _ in self._protected() if part.name in boxes]
+        fenced = [part for _, part, _ in self.protected() if part.name in boxes]
         self._fences = fences(fenced, boxes, setting.eta, setting.relax > 0)
 
     def _say_what_is_protected(self) -> None:
@@ -391,7 +388,7 @@ class NullSpace:
     def moved_now(self) -> dict[str, Tensor]:
         """By part, since the last consolidation: sums over steps of the squares of the optimizer's update, of its
         share in protected directions, of the update applied, and of that one's share: (4,) each."""
-        moved = {} if self._bank is None else self._bank.moved()
+        moved = {} if self.bank is None else self.bank.moved()
         for fence in self._fences:
             moved |= {part.name: fence.energy[i] for i, part in enumerate(fence.parts)}
         rows = {name: row.cpu() for name, row in moved.items()}
@@ -419,7 +416,7 @@ class NullSpace:
         mine, theirs = (
             {
                 (part.name, wanted.key, part.of(parameters[part.parameter]).shape)
-                for _, part, wanted in space._protected()
+                for _, part, wanted in space.protected()
             }
             for space in (self, other)
             for parameters in (named_parameters(space.model),)
@@ -427,20 +424,20 @@ class NullSpace:
         if mine != theirs:
             shown = ", ".join(sorted({name for name, *_ in mine ^ theirs})[:6])
             raise UserError(f"The other null space is of another model; it differs in {shown}.")
-        if not other._gathered:
+        if not other.gathered:
             return
         moved_in = [
             Gathered({key: self._shelf.put(c.clone()) for key, c in one.covariances.items()}, dict(one.boxes))
-            for one in other._gathered
+            for one in other.gathered
         ]
         counts = self.moved_now()
-        self._take([*self._gathered, *moved_in], self.tasks + other.tasks, [*self.moved, *other.moved])
+        self.take([*self.gathered, *moved_in], self.tasks + other.tasks, [*self.moved, *other.moved])
         self._carried = counts
 
     def _signature(self) -> set[tuple[str, Key, torch.Size]]:
         """What is protected, by what, and in which size."""
         named = named_parameters(self.model)
-        return {(part.name, wanted.key, part.of(named[part.parameter]).shape) for _, part, wanted in self._protected()}
+        return {(part.name, wanted.key, part.of(named[part.parameter]).shape) for _, part, wanted in self.protected()}
 
     def forget(self, task: int) -> None:
         """Takes back the consolidation of one task, counted from 0, as if it had never been."""
@@ -448,100 +445,32 @@ class NullSpace:
             raise UserError("forget needs each task's covariances: build the NullSpace with keep_tasks=True.")
         if not 0 <= task < self.tasks:
             raise UserError(f"There is no task {task} to forget: {self.tasks} were consolidated, counted from 0.")
-        left = [one for number, one in enumerate(self._gathered) if number != task]
+        left = [one for number, one in enumerate(self.gathered) if number != task]
         moved = [one for number, one in enumerate(self.moved) if number != task]
         counts = self.moved_now()
-        self._take(left, self.tasks - 1, moved)
+        self.take(left, self.tasks - 1, moved)
         self._carried = counts
 
     # Saving
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything gathered so far, by parameter name and rows. Parts that share a feature share its tensors."""
-        state = {"tasks": torch.tensor(self.tasks)}
-        if not self.tasks:
-            return state
-        for part, key in self._projected():
-            own = self._decomposition(part, key)
-            for number, one in enumerate(self._gathered):
-                state[f"{part.name}.covariance{self._task_suffix(number)}"] = one.covariances[key]
-            state |= {
-                f"{part.name}.spectrum": own.spectrum,
-                f"{part.name}.basis": own.basis,
-                f"{part.name}.rank": own.ranks,
-            }
-        for name in self.boxes():
-            for number, one in enumerate(self._gathered):
-                for word in BOX_WORDS:
-                    state[f"{name}.{word}{self._task_suffix(number)}"] = getattr(one.boxes[name], word)
-        nothing = torch.zeros(4, dtype=torch.float64)
-        for _, part, _ in self._protected():
-            rows = [task.get(part.name, nothing) for task in self.moved]
-            state[f"{part.name}.{MOVED}"] = torch.stack(rows)
-        return state
-
-    def _task_suffix(self, number: int) -> str:
-        return f".{number}" if self.setting.keep_tasks else ""
+        decompositions = {key: self._decomposition(part, key) for part, key in self.projected()} if self.bank else {}
+        state = State(self.tasks, self.gathered, decompositions, self.moved)
+        return to_tensors(state, list(self.protected()), self.setting.keep_tasks)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up a saved state. One of another model or setting is an error, and changes nothing."""
-        tasks = int(state.get("tasks", torch.tensor(0)))
-        protected = list(self._protected()) if tasks else []
-        numbers = range(tasks if self.setting.keep_tasks else 1)
-        covariances = {f"covariance{self._task_suffix(n)}" for n in numbers}
-        wanted = {"tasks"}
-        for _, part, feature in protected:
-            if feature.feature == "delta-elementwise":
-                words = {f"{word}{self._task_suffix(n)}" for n in numbers for word in BOX_WORDS}
-            else:
-                words = covariances | {"spectrum", "basis", "rank"}
-            wanted |= {f"{part.name}.{word}" for word in {*words, MOVED}}
-        differing = sorted(wanted ^ set(state))
-        if differing:
-            shown = ", ".join(differing[:6]) + (", ..." if len(differing) > 6 else "")
-            raise UserError(f"This null-space state is of another model or setting; names on one side only: {shown}.")
-        gathered = [Gathered() for _ in (numbers if tasks else ())]
-        decompositions: dict[Key, Decomposition] = {}
         named = named_parameters(self.model)
-        for _, part, feature in protected:
-            parameter = named[part.parameter]
-            if feature.feature == "delta-elementwise":
-                self._load_boxes(part, parameter, state, gathered)
-                continue
-            key, (groups, _, size) = feature.key, part.matrix(parameter).shape
-            lead = (groups,) if groups > 1 else ()
-            spectrum, basis, rank = (state[f"{part.name}.{word}"] for word in ("spectrum", "basis", "rank"))
-            for number, one in enumerate(gathered):
-                covariance = state[f"{part.name}.covariance{self._task_suffix(number)}"]
-                fits = covariance.shape == (*lead, size, size) and spectrum.shape == (*lead, size)
-                if not fits or basis.shape[:-1] != (*lead, size) or rank.shape != lead:
-                    raise UserError(f"This null-space state is of another model: {part.name} has another size there.")
-                if key in one.covariances and not torch.equal(one.covariances[key].cpu(), covariance.cpu()):
-                    raise UserError(
-                        f"This null-space state is of another setting: {part.name} had another feature there."
-                    )
-                if key not in one.covariances:
-                    one.covariances[key] = self._shelf.put(covariance)
-            decompositions[key] = Decomposition(spectrum.cpu(), rank.cpu(), basis)
-        boxes: dict[str, Box] = {}
-        for one in gathered:
-            boxes = {name: box.within(boxes.get(name)) for name, box in one.boxes.items()}
-        self._install(decompositions, boxes)
-        self._gathered, self.tasks = gathered, tasks
-        self.moved = [
-            {part.name: state[f"{part.name}.{MOVED}"][task].cpu() for _, part, _ in protected} for task in range(tasks)
-        ]
-
-    def _load_boxes(self, part: Part, parameter: Tensor, state: Mapping[str, Tensor], gathered: list[Gathered]) -> None:
-        for number, one in enumerate(gathered):
-            ends = [state[f"{part.name}.{w}{self._task_suffix(number)}"].to(parameter.device) for w in BOX_WORDS]
-            if any(end.shape != part.of(parameter).shape for end in ends):
-                raise UserError(f"This null-space state is of another model: {part.name} has another size there.")
-            one.boxes[part.name] = Box(*ends)
+        found = from_tensors(state, list(self.protected()), named, self.setting.keep_tasks)
+        for one in found.gathered:
+            one.covariances = {key: self._shelf.put(covariance) for key, covariance in one.covariances.items()}
+        self._install(found.decompositions, found.boxes())
+        self.gathered, self.tasks, self.moved = found.gathered, found.tasks, found.moved
 
     def step_state_dict(self) -> dict[str, Tensor]:
         """What changes with each step: how much of the updates fell into protected directions so far."""
-        slots = {} if self._bank is None else self._bank.slots
+        slots = {} if self.bank is None else self.bank.slots
         energies = {name: slot.energy[number] for name, (_, slot, number) in slots.items()}
         for fence in self._fences:
             energies |= {part.name: fence.energy[i] for i, part in enumerate(fence.parts)}
@@ -569,35 +498,13 @@ class NullSpace:
                 raise UserError(f"{words} {name} {other[name]}, this one {own[name]}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """Parameters as they were before a step."""
-
-    whole: Mapping[str, Tensor]
-    fixed: Sequence[tuple[Part, Tensor]]
-    projected: Remembered | None
-    fenced: Sequence[tuple[Fence, tuple[list[int], Tensor]]]
-
-    @torch.no_grad()
-    def project(self, tensors: Mapping[str, Tensor], *, counted: bool = True) -> None:
-        """Replaces the change since then, in place, by what is allowed of it."""
-        for name, old in self.whole.items():
-            tensors[name].copy_(old)
-        for part, old in self.fixed:
-            part.of(tensors[part.parameter]).copy_(old)
-        for fence, remembered in self.fenced:
-            fence.project(remembered, tensors, counted)
-        if self.projected is not None:
-            self.projected.project(tensors, counted)
-
-
 def _of_the_ssm(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Without whole linear and convolution layers, which are none of its business unless every layer is trained."""
     return tuple(part for part in parts if part.kind not in ("linear", "conv") or part.index)
 
 
 def _form(part: Part, wanted: Wanted) -> Form:
-    if wanted.feature == "delta-elementwise":
+    if wanted.elementwise:
         return "elementwise"
     return "convolution" if part.kind == "conv" else "linear"
 
