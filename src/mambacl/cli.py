@@ -65,6 +65,7 @@ def train(arguments: Sequence[str]) -> int:
     return _show(runs, first)
 
 
+# As in mambacl.nullspace, which would load PyTorch for a word.
 KINDS = ("W_delta", "W_B", "W_C", "A", "out", "W_dt", "linear", "conv")
 GROUPS = ("nullspace", *(f"nullspace.{kind}" for kind in KINDS), "training", "stream", "stream.transforms")
 
@@ -227,8 +228,9 @@ def plan(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", help="where to time the decomposition: cpu, cuda")
     parser.add_argument("--no-calibration", action="store_true", help="leave the time out")
     given = parser.parse_args(arguments)
-    if given.tasks < 1:
-        raise UserError(f"--tasks must be at least 1, got {given.tasks}.")
+    for name in ("tasks", "image_size"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}.")
     with torch.device("meta"):
         model: Any = create_model(given.backbone, num_classes=0)
         size = given.image_size or model.default_cfg["input_size"][-1]

@@ -7,6 +7,7 @@ derives from `Method`, or from `HeadPerTask` when it has the paper's classifier,
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,8 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
     classifier: nn.Linear | None = None
     """of the first task's classes, where the model knows them already"""
+    folder: Path | None = None
+    """where large things may be put"""
 
 
 @dataclass(frozen=True)

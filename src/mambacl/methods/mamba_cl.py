@@ -17,7 +17,7 @@ class MambaCL(HeadPerTask):
     summary = "fine-tuning in the null space of earlier tasks (the paper's method)"
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
-        self.space = NullSpace(model, setup.setting)
+        self.space = NullSpace(model, setup.setting, folder=setup.folder)
         self.steps: dict[str, Tensor] = {}
         super().__init__(model, setup)
 

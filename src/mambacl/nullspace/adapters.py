@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mambacl.errors import UserError
 from mambacl.nullspace.covariance import Features
 from mambacl.registry import Registry
 
@@ -87,23 +88,45 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {plain_name(name): module for name, module in model.named_modules() if not hasattr(module, "_orig_mod")}
 
 
-def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
-    """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them."""
-    from mambacl.nullspace.layers import plain_layer
+def shared_names(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter that several modules have in common, all its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if plain_name(name) not in names.setdefault(id(parameter), []):
+            names[id(parameter)].append(plain_name(name))
+    return {name: together for together in names.values() if len(together) > 1 for name in together}
 
-    adapters = [ADAPTERS.get(name) for name in ADAPTERS.names()]
-    own, modules = set(named_parameters(model)), named_modules(model)
+
+def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
+    """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them.
+
+    Other packages' adapters are asked first. A block inside another one that has claimed its parameters is left
+    to that one. A plain layer whose weight has other users, such as an embedding, is none: what it multiplies is not
+    all that its weight does.
+    """
+    from mambacl.nullspace.layers import plain_layer
+    from mambacl.nullspace.selective import BUILT_IN
+
+    names = [*(name for name in ADAPTERS.names() if name not in BUILT_IN), *BUILT_IN]
+    adapters = [ADAPTERS.get(name) for name in names if name in ADAPTERS.names()]
+    modules, shared = named_modules(model), shared_names(model)
     blocks: list[Block] = []
     claimed: set[str] = set()
     for name, module in modules.items():
         found = next((block for adapter in adapters if (block := adapter(module, name)) is not None), None)
-        if found is not None:
+        if found is not None and not claimed & {part.parameter for part in found.parts}:
             blocks.append(found)
             claimed |= {part.parameter for part in found.parts}
+    if tied := sorted(name for name in claimed if name in shared):
+        users = ", ".join(name for name in shared[tied[0]] if name != tied[0])
+        raise UserError(
+            f"The parameter {tied[0]} of a selective SSM is shared with {users}: give each its own (a copy), or "
+            "register an adapter for both."
+        )
     if layers:
         for name, module in modules.items():
             layer = plain_layer(module, name)
-            if layer is not None and layer.parts[0].parameter in own - claimed:
+            if layer is not None and layer.parts[0].parameter not in claimed | set(shared):
                 blocks.append(layer)
         order = {name: place for place, name in enumerate(modules)}
         blocks.sort(key=lambda block: order[block.name])

@@ -90,8 +90,8 @@ def _input(noted: Mapping[str, Tensor], image: int) -> Tensor:
     return noted["delta"][image][..., None] * noted["B"][image][:, None, :]
 
 
-def shares(moved: Tensor) -> tuple[float, float]:
+def shares(moved: Any) -> tuple[float, float]:
     """From a row of `NullSpace.moved`: the shares, in squared norm, of the optimizer's update and of the one applied
     that lay in protected directions."""
-    asked, asked_protected, applied, applied_protected = moved.tolist()
+    asked, asked_protected, applied, applied_protected = (float(value) for value in moved)
     return (asked_protected / asked if asked else 0.0, applied_protected / applied if applied else 0.0)

@@ -68,11 +68,19 @@ class Stack:
     holds_null_space: Tensor  # (stacked, groups)
     slots: list[Slot] = field(default_factory=list)
 
+    def follow(self, device: torch.device) -> None:
+        """Moves to where the parameters are now."""
+        if self.basis.device != device:
+            for name in ("basis", "identity", "factor", "holds_null_space"):
+                setattr(self, name, getattr(self, name).to(device))
+            for slot in self.slots:
+                slot.energy = slot.energy.to(device)
+
     def project_(self, slot: Slot, changes: Tensor, counted: bool = True) -> Tensor:
         """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
         places: slice | list[int] = slice(None) if slot.places == list(range(len(self.basis))) else slot.places
         V = self.basis[places].to(changes.dtype).flatten(0, 1)
-        identity, factor = (t[places].flatten(0, 1) for t in (self.identity, self.factor))
+        identity, factor = (t[places].to(changes.dtype).flatten(0, 1) for t in (self.identity, self.factor))
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
         inside = flat @ V
         if counted:
@@ -141,6 +149,7 @@ class Bank:
         """The parts as they are now. Parts of parameters that are not given are left out."""
         found = []
         for stack in self.stacks:
+            stack.follow(next(iter(tensors.values())).device if tensors else stack.basis.device)
             for slot in stack.slots:
                 there = [i for i, part in enumerate(slot.parts) if part.parameter in tensors]
                 if there:
@@ -170,7 +179,7 @@ class Remembered:
     def project(self, tensors: Tensors, counted: bool = True) -> None:
         """Replaces the change of every part since then, in place, by its projection."""
         for stack, slot, some, there, then in self.found:
-            old = then.to(stack.identity.dtype)
+            old = then.to(torch.promote_types(stack.identity.dtype, then.dtype))
             change = torch.stack(some.matrices(tensors)).to(old.dtype).sub_(old)
             result = stack.project_(some, change, counted).add_(old)
             if some is not slot:
@@ -225,6 +234,9 @@ class Fence:
         there, old = remembered
         if not there:
             return
+        if self.lower.device != old.device:
+            for name in ("lower", "upper", "protects", "energy"):
+                setattr(self, name, getattr(self, name).to(old.device))
         whole = len(there) == len(self.parts)
         chosen: slice | list[int] = slice(None) if whole else there
         views = self._views(tensors) if whole else [self.parts[i].of(tensors[self.parts[i].parameter]) for i in there]

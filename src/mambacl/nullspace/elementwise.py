@@ -87,6 +87,9 @@ class Box:
     def protects(self) -> Tensor:
         return torch.isfinite(self.lower)
 
+    def to(self, device: torch.device) -> "Box":
+        return Box(self.lower.to(device), self.upper.to(device))
+
 
 def box(A_log: Tensor, seen: Activity, relax: float) -> Box:
     """The box of one task: where delta was active, A_log stays, or moves so little that no channel of the scan's

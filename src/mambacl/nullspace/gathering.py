@@ -103,12 +103,12 @@ def run_batches(loader: Iterable[Any], forward: Callable[..., Any], device: torc
     """Sends batches through `forward`: tensors, tuples that begin with one, or mappings of arguments by name."""
     images = 0
     for batch in loader:
+        batch = batch[0] if isinstance(batch, (tuple, list)) else batch
         if isinstance(batch, Mapping):
             arguments = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.items()}
             images += len(next(v for v in arguments.values() if isinstance(v, Tensor)))
             forward(**arguments)
-        else:
-            batch = batch[0] if isinstance(batch, (tuple, list)) else batch
+        elif len(batch):
             images += len(batch)
             forward(batch.to(device))
     return images
@@ -153,6 +153,7 @@ def gather(
     watched = [block for block in blocks if block.name in by_block]
     with watching(watched, show) as runs, evaluating(model), torch.no_grad():
         images = run()
+    images = summed_over_processes(sums, activities, images)
     if images == 0:
         raise UserError("consolidate got no images: the loader is empty.")
     _check_seen(watched, runs, by_block, counts)
@@ -166,6 +167,25 @@ def gather(
         if wanted.elementwise
     }
     return Gathered(sums, boxes), images
+
+
+def summed_over_processes(sums: dict[Key, Tensor], activities: dict[Key, Activity], images: int) -> int:
+    """With several processes, each of which saw its own share of the images: everybody's sums, the same in each."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return images
+    if torch.distributed.get_world_size() == 1:
+        return images
+    for key in sorted(sums):
+        torch.distributed.all_reduce(sums[key])
+    for key in sorted(activities):
+        torch.distributed.all_reduce(activities[key].time, torch.distributed.ReduceOp.MAX)
+        for total in (activities[key].k, activities[key].y):
+            if total is not None:
+                torch.distributed.all_reduce(total)
+    device = next(iter([*sums.values(), *(seen.time for seen in activities.values())])).device
+    count = torch.tensor(images, device=device)
+    torch.distributed.all_reduce(count)
+    return int(count)
 
 
 def _active(features: Features, delta: Tensor, scan: str, relax: float) -> Activity:
@@ -192,5 +212,5 @@ def _check_seen(
             if seen.get(key, 0) < runs[block.name]:
                 raise UserError(
                     f"{block.name} ran without showing its feature {key[1]}: a fused kernel bypasses its layers; "
-                    "choose its plain path (use_fast_path=False in mamba_ssm, or uninstall its kernels)."
+                    "choose its plain path (use_fast_path=False or use_mem_eff_path=False in mamba_ssm)."
                 )

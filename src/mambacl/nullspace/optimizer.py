@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
+from mambacl.log import logger
 from mambacl.nullspace.adapters import named_parameters
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
     if not any(part.parameter in trained() for _, part in space.parts()):
         raise UserError(
             "NullSpace.wrap got an optimizer without any parameter that it protects: build it from space.parameters()."
+        )
+    known_parameters = {part.parameter for _, part in space.parts()} | set(space.trained_names())
+    others = [name for name in trained() if name not in known_parameters and not space.leaves(name)]
+    if others:
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        logger.warning(
+            "The optimizer also trains %d parameters of the model that are not protected (%s), and old outputs will "
+            "move with them: give it space.parameters(), or name a module that is meant so with leave=[...].",
+            len(others),
+            shown,
         )
     keeps_copies = any("ScheduleFree" in kind.__name__ for kind in type(optimizer).__mro__)
     taken: dict[str, Snapshot] = {}

@@ -1,9 +1,10 @@
 """What protecting a model will cost, before anything is trained: bytes by place, projection FLOPs, decomposition time.
 
-Everything but the time follows from shapes. The time is that of one `eigh` of each size, measured here and now, times
-their number.
+Everything but the time follows from shapes. The time is that of one decomposition of each size, measured here and now,
+times their number.
 """
 
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mambacl.errors import UserError
 from mambacl.nullspace.gathering import evaluating, watching
+from mambacl.nullspace.projectors import decompose
 from mambacl.nullspace.space import NullSpace
 
 FLOAT32, FLOAT64 = 4, 8
@@ -52,20 +54,24 @@ def make_plan(
     itemsize = torch.empty(0, dtype=space.basis_dtype()).element_size()
     keys: dict[tuple[str, str], tuple[int, int]] = {}  # groups and size
     slots: dict[tuple[int, int, int], int] = {}  # values that are projected together
+    working: dict[tuple[int, int, int], int] = {}
     flops = dense_flops = 0
     for part, key in space.projected():
         groups, rows, size = part.matrix(named[part.parameter]).shape
         keys[key] = groups, size
         flops += 4 * groups * rows * size * _kept(size, protected)
         dense_flops += 2 * groups * rows * size * size
-        slots[groups, rows, size] = slots.get((groups, rows, size), 0) + groups * rows * size
+        shape, kept = (groups, rows, size), _kept(size, protected)
+        slots[shape] = slots.get(shape, 0) + groups * rows * size
+        # the changes, what the basis holds of them, and the bases of the parts taken out of their stack
+        working[shape] = working.get(shape, 0) + groups * (rows * size + rows * kept + size * kept)
     squares = sum(groups * size * size for groups, size in keys.values())
     bases = sum(groups * size * _kept(size, protected) for groups, size in keys.values())
     matrices: dict[int, int] = {}
     for groups, size in keys.values():
         matrices[size] = matrices.get(size, 0) + groups
     widths, tokens = _shapes(space, images)
-    kept = tasks if setting.keep_tasks else 1
+    held = tasks if setting.keep_tasks else 1
     return Plan(
         blocks=sum(block.selective for block in space.blocks),
         widths=tuple(sorted(set(widths))),
@@ -73,10 +79,10 @@ def make_plan(
         matrices=matrices,
         projector_bytes=bases * itemsize,
         dense_bytes=squares * itemsize,
-        covariance_bytes=squares * FLOAT64 * kept,
+        covariance_bytes=squares * FLOAT64 * held,
         gathering_bytes=squares * FLOAT64,
-        step_bytes=FLOAT32 * (sum(slots.values()) + max(slots.values(), default=0)),
-        file_bytes=squares * FLOAT64 * kept + bases * itemsize,
+        step_bytes=FLOAT32 * (sum(slots.values()) + max(working.values(), default=0)),
+        file_bytes=squares * FLOAT64 * held + bases * itemsize,
         projection_flops=flops,
         dense_flops=dense_flops,
         covariances=setting.covariances,
@@ -104,23 +110,24 @@ def _shapes(space: NullSpace, images: Tensor) -> tuple[list[int], list[int]]:
     return widths, tokens
 
 
-def decomposition_seconds(matrices: dict[int, int], device: torch.device, repeats: int = 3) -> float:
-    """Time of one `eigh` of each size, the fastest of a few, times their number."""
+def decomposition_seconds(
+    matrices: dict[int, int], device: torch.device, rule: str = "energy:0.99", storage: torch.dtype = torch.float32
+) -> float:
+    """Time of `decompose` for a covariance of each size, the median of a few, times their number."""
     total = 0.0
     for size, count in matrices.items():
-        batch = min(count, 256) if size <= 32 else 1  # the small matrices of depthwise convolutions go together
-        rows = torch.randn(batch, 2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        groups = min(count, 256) if size <= 32 else 1  # the small matrices of depthwise convolutions go together
+        rows = torch.randn(groups, 2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         rows = rows.to(device) * torch.logspace(0, -3, size, dtype=torch.float64, device=device)
-        covariance = rows.mT @ rows
+        covariance = rows.mT @ rows if groups > 1 else rows[0].T @ rows[0]
         seconds = []
-        for _ in range(repeats if size <= 1024 else 2):
+        for _ in range(4 if size <= 1024 else 3):
             _synchronize(device)
             started = time.perf_counter()
-            _, vectors = torch.linalg.eigh(covariance if batch > 1 else covariance[0])
-            vectors[..., : size // 10].float()
+            decompose([covariance], rule, torch.float64, storage)
             _synchronize(device)
             seconds.append(time.perf_counter() - started)
-        total += min(seconds) * count / batch
+        total += statistics.median(seconds[1:]) * count / groups
     return total
 
 

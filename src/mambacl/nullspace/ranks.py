@@ -49,14 +49,16 @@ def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool =
     arrays = [np.asarray(s.detach().cpu().numpy() if isinstance(s, Tensor) else s) for s in spectra]
     if not all(np.isfinite(values).all() for values in arrays):
         raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
-    relative = [values / (values.sum(dtype=np.float64) or 1.0) for values in arrays]
-    pooled = np.concatenate(relative)
-    owner = np.repeat(np.arange(len(arrays)), [len(values) for values in arrays])
+    ranks = [len(values) for values in arrays]  # of zeros, all is null
+    some = [number for number, values in enumerate(arrays) if values.any()]
+    if not some:
+        return ranks
+    pooled = np.concatenate([arrays[number] / arrays[number].sum(dtype=np.float64) for number in some])
+    owner = np.repeat(some, [len(arrays[number]) for number in some])
     order = np.argsort(-pooled, kind="stable")
-    if rule == "corner" and _flat(pooled[order]):
-        return [0] * len(arrays)
-    null = order[len(pooled) - null_rank(pooled[order], rule) :]
-    return np.bincount(owner[null], minlength=len(arrays)).tolist()
+    null = order[len(pooled) - (0 if rule == "corner" and _flat(pooled[order]) else null_rank(pooled[order], rule)) :]
+    counts = np.bincount(owner[null], minlength=len(arrays))
+    return [int(counts[number]) if number in some else rank for number, rank in enumerate(ranks)]
 
 
 def _flat(spectrum: Tensor | Spectrum) -> bool:

@@ -1,8 +1,9 @@
 """Adapters for selective SSMs: De-focus Mamba, Vim, VMamba, MambaVision, the plain Mamba block and Mamba-2.
 
-They know a module by its parameters, not by its class, so that they serve our own backbones, `mamba_ssm` and
-`transformers` alike. Features are seen by hooks: tokens go into the block, x into x_proj, whose output gives delta, B
-and C; out goes into out_proj. What goes into in_proj and the convolution follows from the tokens.
+But for De-focus Mamba, whose B and C are rotated, they know a module by its parameters, not by its class, so that they
+serve our own backbones, `mamba_ssm` and `transformers` alike. Features are seen by hooks: tokens go into the block, x
+into x_proj, whose output gives delta, B and C; out goes into out_proj. What goes into in_proj and the convolution
+follows from the tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,10 +71,12 @@ def mamba_block(
     prefix = f"{name}." if name else ""
     rank, states = named.dt_proj.weight.shape[1], named.A_log.shape[1]
     parts = [part for suffix in suffixes for part in x_proj_parts(prefix, suffix, rank, states)]
+    convs = {conv: windows for conv, windows in convs.items() if has(module, conv, "in_proj")}
     for conv in convs:
         width = getattr(module, conv).weight.shape[0]
         parts.append(Part("conv", f"{prefix}{conv}.weight", groups=width, inputs={"in": conv}))
-    parts.append(Part("linear", f"{prefix}in_proj.weight", inputs={"in": "tokens"}))
+    if has(module, "in_proj"):
+        parts.append(Part("linear", f"{prefix}in_proj.weight", inputs={"in": "tokens"}))
     parts.append(Part("out", f"{prefix}out_proj.weight"))
 
     def shown(x: Tensor, projected: Tensor, suffix: str) -> Features:
@@ -275,5 +278,6 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
     return Block(name, module, tuple(parts), hooks)
 
 
-for adapter in (defocus, vim, vmamba, mambavision, mamba, mamba2):
-    ADAPTERS.add(adapter.__name__, adapter)
+BUILT_IN = {adapter.__name__: adapter for adapter in (defocus, vim, vmamba, mambavision, mamba, mamba2)}
+for name, adapter in BUILT_IN.items():
+    ADAPTERS.add(name, adapter)

@@ -8,25 +8,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+PREFIX = "covariances-"
+
 
 class Shelf:
     """`put` gives back a tensor with the same values that lives where the shelf keeps things."""
 
     def __init__(self, place: str, device: torch.device, folder: Path | None) -> None:
-        self.place = place
+        self.on_disk = place == "disk"
         self.device = device if place == "device" else torch.device("cpu")
+        self._folder = folder
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._numbers = itertools.count()
-        self._folder: Path | None = None
-        if place == "disk":
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._temporary = tempfile.TemporaryDirectory(prefix="covariances-", dir=folder, ignore_cleanup_errors=True)
-            self._folder = Path(self._temporary.name)
 
     def put(self, tensor: Tensor) -> Tensor:
-        if self._folder is None:
+        if not self.on_disk:
             return tensor.to(self.device)
-        path = self._folder / f"{next(self._numbers)}.bin"
+        if self._temporary is None:
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            self._temporary = tempfile.TemporaryDirectory(prefix=PREFIX, dir=self._folder, ignore_cleanup_errors=True)
+        path = Path(self._temporary.name) / f"{next(self._numbers)}.bin"
         kept = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         kept.copy_(tensor)
         weakref.finalize(kept, path.unlink, missing_ok=True)

@@ -79,9 +79,9 @@ class NullSpace:
             if name not in (modules := named_modules(self.model)):
                 raise UserError(f"The model has no module '{name}' to leave.{did_you_mean(name, modules)}")
         every_layer = self.setting.layers == "all"
-        found = [block for block in find_blocks(self.model, every_layer) if not self._left(block.name)]
+        found = [block for block in find_blocks(self.model, every_layer) if not self.leaves(block.name)]
         found = [
-            dataclasses.replace(block, parts=tuple(part for part in block.parts if not self._left(part.parameter)))
+            dataclasses.replace(block, parts=tuple(part for part in block.parts if not self.leaves(part.parameter)))
             for block in found
         ]
         if not every_layer:
@@ -123,7 +123,8 @@ class NullSpace:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _left(self, name: str) -> bool:
+    def leaves(self, name: str) -> bool:
+        """Whether a module or parameter is one to leave alone."""
         return any(name == module or name.startswith(f"{module}.") for module in self.leave)
 
     # What is trained and what is protected
@@ -138,7 +139,7 @@ class NullSpace:
         if self.setting.layers != "all":
             return []
         known = {part.parameter for _, part in self.parts()}
-        names = [name for name in named_parameters(self.model) if name not in known and not self._left(name)]
+        names = [name for name in named_parameters(self.model) if name not in known and not self.leaves(name)]
         return [name for name in names if not any(name.startswith(f"{block}.") for block in self._outside)]
 
     def trained_names(self) -> list[str]:
@@ -157,7 +158,7 @@ class NullSpace:
         """Only what this space trains, or leaves, keeps its gradient."""
         trained = set(self.trained_names())
         for name, parameter in named_parameters(self.model).items():
-            parameter.requires_grad_(name in trained or self._left(name))
+            parameter.requires_grad_(name in trained or self.leaves(name))
 
     def describe(self) -> str:
         """One line a kind: what is trained, what is protected, and from which feature."""
@@ -256,11 +257,6 @@ class NullSpace:
             project_steps(optimizer, self)
             self._wrapped.add(optimizer)
         return optimizer
-
-    def constrained_names(self) -> set[str]:
-        """Parameters whose updates are changed."""
-        names = {part.parameter for part in self._fixed} | set(self._pinned())
-        return names | {part.parameter for _, part, _ in self.protected()} if self.tasks else names
 
     def _pinned(self) -> list[str]:
         fixed = self.setting.others == "fixed" or (self.setting.others == "first-task" and self.tasks > 0)
@@ -398,14 +394,16 @@ class NullSpace:
 
     def record(self, images: Tensor, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
         """What the blocks make of some images now: delta, A, B, C and the output, to audit later."""
+        if not any(block.selective for block in self.blocks):
+            raise UserError("There is nothing to record: the audit is about selective SSMs, and this model has none.")
         return record(self.model, self.blocks, images.to(self._device()), forward)
 
     def audit(self, images: Tensor, recorded: Mapping[str, Tensor], forward: Callable[..., Any] | None = None) -> Drift:
         """How far delta, exp(delta A), delta B, C and the output of each block have moved on these images since they
         were recorded, relative to their norms. `moved` and `moved_now` say how much of the updates was protected."""
         now = self.record(images, forward)
-        if now.keys() != recorded.keys():
-            raise UserError("This record is of another model: its blocks differ.")
+        if {name: t.shape for name, t in now.items()} != {name: t.shape for name, t in recorded.items()}:
+            raise UserError("This record is of another model, or of other images: its blocks or their sizes differ.")
         return drift({name: tensor.to(now[name].device) for name, tensor in recorded.items()}, now)
 
     # Several spaces, and tasks taken back
@@ -413,21 +411,17 @@ class NullSpace:
     def merge(self, other: "NullSpace") -> None:
         """Protects also what `other` does: a branch of the same model, trained apart. Covariances add."""
         self._check_same_setting(dataclasses.asdict(other.setting), "The other null space has")
-        mine, theirs = (
-            {
-                (part.name, wanted.key, part.of(parameters[part.parameter]).shape)
-                for _, part, wanted in space.protected()
-            }
-            for space in (self, other)
-            for parameters in (named_parameters(space.model),)
-        )
+        mine, theirs = self._signature(), other._signature()
         if mine != theirs:
             shown = ", ".join(sorted({name for name, *_ in mine ^ theirs})[:6])
             raise UserError(f"The other null space is of another model; it differs in {shown}.")
         if not other.gathered:
             return
         moved_in = [
-            Gathered({key: self._shelf.put(c.clone()) for key, c in one.covariances.items()}, dict(one.boxes))
+            Gathered(
+                {key: self._shelf.put(covariance.clone()) for key, covariance in one.covariances.items()},
+                {name: box.to(self._device()) for name, box in one.boxes.items()},
+            )
             for one in other.gathered
         ]
         counts = self.moved_now()
@@ -467,6 +461,7 @@ class NullSpace:
             one.covariances = {key: self._shelf.put(covariance) for key, covariance in one.covariances.items()}
         self._install(found.decompositions, found.boxes())
         self.gathered, self.tasks, self.moved = found.gathered, found.tasks, found.moved
+        self._carried = {}
 
     def step_state_dict(self) -> dict[str, Tensor]:
         """What changes with each step: how much of the updates fell into protected directions so far."""

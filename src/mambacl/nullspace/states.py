@@ -77,6 +77,8 @@ def from_tensors(
         if not wanted.elementwise:
             spectrum, basis, rank = (tensors[f"{part.name}.{word}"] for word in ("spectrum", "basis", "rank"))
             state.decompositions[wanted.key] = Decomposition(spectrum.cpu(), rank.cpu(), basis)
+    for _, part, _ in protected:
+        _check_size(part, tensors[f"{part.name}.moved"].shape == (tasks, 4))
     for task in range(tasks):
         state.moved.append({part.name: tensors[f"{part.name}.moved"][task].cpu() for _, part, _ in protected})
     return state

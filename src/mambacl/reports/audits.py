@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from mambacl.nullspace.audit import QUANTITIES
+from mambacl.nullspace.audit import QUANTITIES, shares
 from mambacl.reports.figures import BLUES, QUIET, styled
 from mambacl.reports.runs import Floats
 from mambacl.reports.tables import Column, Table
@@ -55,12 +55,7 @@ def by_kind(parts: list[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     sums: dict[str, Floats] = {}
     for part in parts:
         sums[part["kind"]] = sums.get(part["kind"], np.zeros(4)) + np.asarray(part["moved"], dtype=np.float64)
-    return {kind: _shares(total) for kind, total in sums.items()}
-
-
-def _shares(moved: Any) -> tuple[float, float]:
-    asked, asked_protected, applied, applied_protected = moved
-    return (asked_protected / asked if asked else 0.0, applied_protected / applied if applied else 0.0)
+    return {kind: shares(total) for kind, total in sums.items()}
 
 
 def _column(drift: Mapping[str, Mapping[str, float]], quantity: str) -> Floats:

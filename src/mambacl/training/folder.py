@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.errors import UserError
+from mambacl.nullspace.shelf import PREFIX
 from mambacl.tensorfile import write_bytes
 
 try:
@@ -42,11 +44,17 @@ class RunFolder:
         """Removes what a run writes, checkpoints first and config.yaml last, and nothing else that may lie there."""
         for path in self.checkpoints.glob("*.safetensors"):
             path.unlink()
+        self.clear_covariances()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
         files = "metrics.jsonl results.json audit.json error.log report.html table.md table.tex table.csv"
         for name in (*files.split(), "stream.json", "config.yaml"):
             (self.path / name).unlink(missing_ok=True)
+
+    def clear_covariances(self) -> None:
+        """What a process that was killed left on disk of its covariances; the checkpoints have their own copy."""
+        for path in self.checkpoints.glob(f"{PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def config(self) -> RunConfig:
         path = self.path / "config.yaml"

@@ -94,6 +94,7 @@ def _continue(folder: RunFolder, config: RunConfig) -> Run:
         logger.info("%s is finished and shown as it is; overwrite (--overwrite) trains it again.", folder.path)
         return Run(folder.path, results)
     with folder.locked():
+        folder.clear_covariances()
         started = (folder.checkpoints / checkpoints.BACKBONE).exists()
         parts = _build(config, folder if started else None)
         _check_stream(folder, parts.stream)
@@ -221,7 +222,7 @@ def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
         learned = folder is not None and (folder.checkpoints / checkpoints.TASK_END).exists()
         classes = len(stream.tasks[0])
         classifier = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
-    setup = Setup(config.nullspace, warm, config.seed, config.options, classifier)
+    setup = Setup(config.nullspace, warm, config.seed, config.options, classifier, config.folder / "checkpoints")
     method = method_class(model.to(device), setup)
     return _Parts(config, model, stream, method, device)
 
