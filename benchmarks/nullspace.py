@@ -23,6 +23,7 @@ from mambacl import NullSpace, create_model
 from mambacl.nullspace import dense_projector
 from mambacl.nullspace.gathering import Gathered, Key
 from mambacl.nullspace.plan import make_plan
+from mambacl.nullspace.projectors import decompose
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -91,7 +92,10 @@ def measure(
     fill_gradients(parameters)
     result: dict[str, Any] = {"backbone": backbone, "setting": setting, "device": str(device), "protected": protected}
 
-    # Decomposition, and the memory of what comes out of it
+    # Decomposition, and the memory of what comes out of it; libraries set themselves up at the first use
+    for dtype in (torch.float32, torch.float64):
+        square = torch.randn(64, 64, device=device, dtype=dtype)
+        decompose([square.T @ square], "energy:0.9")
     before = allocated(device)
     gathered = random_covariances(space, device)
     covariances = allocated(device) - before
