@@ -575,8 +575,8 @@ def test_the_description_adds_up(tiny_model, leave):
     model = tiny_model(num_classes=3)
     space = NullSpace(model, "exact", layers="all", leave=leave)
     text = space.describe()
-    plain = 1 if leave else 2  # the patch embedding, and the head
-    assert text.startswith(f"2 selective SSMs and {plain} plain layers; eta 1.0, rank by tolerance:1e-12\n")
+    layers = "1 plain layer" if leave else "2 plain layers"
+    assert text.startswith(f"2 selective SSMs and {layers}; eta 1.0, rank by tolerance:1e-12\n")
     kinds = dict(re.findall(r"^  (\w+) +([\d,]+) values", text, re.M))
     assert kinds.keys() == {"W_delta", "W_B", "W_C", "A", "out", "W_dt", "linear", "conv", "others"}
     total = sum(p.numel() for p in model.parameters())

@@ -10,6 +10,7 @@ from mambacl.timm_models import join_timm
 
 if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
+    from mambacl.errors import UserError
     from mambacl.nullspace import NullSpace
     from mambacl.reports import write_report as report
     from mambacl.scan import selective_scan
@@ -21,6 +22,7 @@ _HOMES = {
     "NullSpace": "mambacl.nullspace",
     "selective_scan": "mambacl.scan",
     "Run": "mambacl.training.run",
+    "UserError": "mambacl.errors",
     "audit": "mambacl.training.run",
     "evaluate": "mambacl.training.run",
     "report": "mambacl.reports",
@@ -31,6 +33,7 @@ _HOMES = {
 __all__ = [
     "NullSpace",
     "Run",
+    "UserError",
     "audit",
     "create_model",
     "evaluate",

@@ -18,7 +18,6 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
-from mambacl.log import logger
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
 from mambacl.options import merge
@@ -131,7 +130,6 @@ def _for_backbone(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
     base = {key: value for key, value in base.items() if key not in ("pretrained", "backbone_options")}
     nullspace = {key: value for key, value in base.get("nullspace", {}).items() if key != "blocks"}
     if "pretrained" not in overrides and MODELS.get(name).weights is None:
-        logger.info("There are no public weights for %s: it starts from random ones (--pretrained FILE).", name)
         base["pretrained"] = False
     return {**base, "nullspace": nullspace} if "nullspace" in base else base
 

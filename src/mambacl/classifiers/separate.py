@@ -30,6 +30,10 @@ class SeparateHeads(nn.Module):
 
     def take_over(self, classifier: nn.Linear) -> None:
         """A classifier that was trained elsewhere as the next head, fixed."""
+        if not isinstance(classifier, nn.Linear):
+            raise UserError(
+                f"take_over takes a linear classifier, got {type(classifier).__name__}: build the model with classes."
+            )
         if classifier.in_features != self.num_features:
             raise UserError(
                 f"The classifier takes {classifier.in_features} features, the model gives {self.num_features}: "

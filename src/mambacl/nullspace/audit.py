@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mambacl.nullspace.adapters import Block
 from mambacl.nullspace.covariance import Features, value
-from mambacl.nullspace.gathering import evaluating, watching
+from mambacl.nullspace.gathering import evaluating, run_batches, watching
 
 QUANTITIES = {
     "delta": "delta",
@@ -28,9 +28,9 @@ Drift = dict[str, dict[str, float]]  # by block and quantity: |now - then| / |th
 
 
 def record(
-    model: nn.Module, blocks: Sequence[Block], images: Tensor, forward: Callable[..., Any] | None = None
+    model: nn.Module, blocks: Sequence[Block], images: Any, forward: Callable[..., Any] | None = None
 ) -> dict[str, Tensor]:
-    """What the selective SSMs make of some images, by block/direction/name."""
+    """What the selective SSMs make of a batch of images, by block/direction/name."""
     noted: dict[str, Tensor] = {}
     directions = {
         block.name: [{word: part.inputs.get(word, word) for word in NOTED} for part in block.parts if part.kind == "A"]
@@ -50,7 +50,7 @@ def record(
 
     watched = [block for block in blocks if block.selective]
     with torch.inference_mode(False), watching(watched, show), evaluating(model), torch.no_grad():
-        (model if forward is None else forward)(images)
+        run_batches([images], model if forward is None else forward, next(model.parameters()).device)
     return noted
 
 

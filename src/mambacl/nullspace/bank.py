@@ -246,9 +246,12 @@ class Fence:
             allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # boxes that do not meet hold A still
         else:
             allowed = torch.where(protects, old + (1 - self.eta) * (new - old), new)
-        if counted:
+        if counted:  # of a relaxed part, what is protected is what lies outside of its box
             change, applied = new - old, allowed - old
-            sums = (change, change * protects, applied, applied * protects)
+            outside, let_through = (
+                (change - applied, 0 * applied) if self.relaxed else (change * protects, applied * protects)
+            )
+            sums = (change, outside, applied, let_through)
             norms = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in sums]
             self.energy[chosen] += torch.stack(norms, dim=1).double().square()
         torch._foreach_copy_(views, list(allowed.unbind(0)))

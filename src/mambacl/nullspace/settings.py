@@ -98,7 +98,14 @@ class Setting:
     """keep each task's covariances apart, so that a task can be taken back: NullSpace.forget"""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rank, str):
+            raise UserError(f"rank is the name of a rule, such as corner or energy:0.9, got {self.rank!r}.")
         parse_rule(self.rank)
+        for kind in KINDS:
+            if not isinstance(getattr(self, kind), Rule):
+                raise UserError(
+                    f"{kind} is a Rule, or a mapping such as {{'trains': False}}, got {getattr(self, kind)!r}."
+                )
         for name, kind in get_type_hints(Setting).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 raise UserError(f"{name} is one of {', '.join(get_args(kind))}, got '{getattr(self, name)}'.")

@@ -68,13 +68,13 @@ class NullSpace:
         model: nn.Module,
         setting: str | Setting = "paper",
         *,
-        leave: Sequence[str] = (),
+        leave: str | Sequence[str] = (),
         folder: str | Path | None = None,
         **overrides: Any,
     ) -> None:
         self.setting = (setting_named(setting) if isinstance(setting, str) else setting).override(**overrides)
         self.model = unwrapped(model)
-        self.leave = tuple(leave)
+        self.leave = (leave,) if isinstance(leave, str) else tuple(leave)
         for name in self.leave:
             if name not in (modules := named_modules(self.model)):
                 raise UserError(f"The model has no module '{name}' to leave.{did_you_mean(name, modules)}")
@@ -87,9 +87,7 @@ class NullSpace:
         if not every_layer:
             found = [dataclasses.replace(block, parts=_of_the_ssm(block.parts)) for block in found]
         if not any(block.parts for block in found):
-            advice = (
-                "it has no linear or convolution layer either" if every_layer else "layers='all' protects plain layers"
-            )
+            advice = "nor a linear or convolution layer for it" if every_layer else "layers='all' protects plain layers"
             raise UserError(
                 "NullSpace found nothing to protect: the model has no selective SSM that an adapter knows; "
                 f"{advice}; or register an adapter in the entry point group 'mambacl.adapters'."
@@ -165,11 +163,21 @@ class NullSpace:
         setting = self.setting
         protects = any(True for _ in self.protected())
         how = f"eta {setting.eta}, rank by {setting.rank}" if protects else "nothing is protected"
+        if protects and setting.relax > 0:
+            how += f", A relaxed by {setting.relax}"
+        usual = Setting()
+        for name in ("rank_over", "storage", "covariances", "keep_tasks"):
+            if protects and getattr(setting, name) != getattr(usual, name):
+                how += f", {name} {str(getattr(setting, name)).lower()}"
         if protects and setting.scaling == "frobenius":
             how += ", projectors divided by their norm, so that most of their effect is a smaller step"
         ssms = sum(block.selective for block in self.blocks)
         plain = len(self.blocks) - ssms
-        lines = [f"{ssms} selective SSMs{f' and {plain} plain layers' if plain else ''}; {how}"]
+        found = [
+            f"{count} {word}{'' if count == 1 else 's'}"
+            for count, word in ((ssms, "selective SSM"), (plain, "plain layer"))
+        ]
+        lines = [f"{' and '.join(words for words in found if not words.startswith('0 '))}; {how}"]
         named = named_parameters(self.model)
         for kind in KINDS:
             rule = setting.rule(kind)
@@ -191,7 +199,8 @@ class NullSpace:
             part.of(named[part.parameter]).numel() for _, part in self.parts() if setting.rule(part.kind).trains
         )
         tuned += sum(named[name].numel() for name in others) if setting.others != "fixed" else 0
-        lines.append(f"  trains {tuned:,} of {total:,} values; the rest of the model is left as it is")
+        rest = "; the rest of the model is left as it is" if tuned < total else ""
+        lines.append(f"  trains {tuned:,} of {total:,} values{rest}")
         return "\n".join(lines)
 
     def protections(self) -> list[Protection]:
@@ -291,6 +300,8 @@ class NullSpace:
             return self._consolidate(loader, forward)
 
     def _consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None) -> Consolidation:
+        if isinstance(loader, Tensor):
+            raise UserError("consolidate takes batches, got a tensor: give it [images], or images.split(100).")
         setting, started = self.setting, time.perf_counter()
         run = self.model if forward is None else forward
         protected = list(self.protected())
@@ -378,7 +389,8 @@ class NullSpace:
         if "corner" in self.setting.rank and count < 0.1 * size:
             hint = "; the corner leaves nearly all free, energy:0.9 would protect more"
         elif count > 0.98 * size:
-            hint = f"; {self.setting.rank} leaves nearly nothing free, energy:0.99 would leave more to learn with"
+            other = "a smaller share" if self.setting.rank.startswith("energy") else "energy:0.99"
+            hint = f"; {self.setting.rank} leaves nearly nothing free, {other} would leave more to learn with"
         logger.info("protected after task %d: %d of %d directions (median)%s", self.tasks, count, size, hint)
 
     def moved_now(self) -> dict[str, Tensor]:
@@ -392,13 +404,14 @@ class NullSpace:
             rows[name] = rows[name] + row if name in rows else row
         return rows
 
-    def record(self, images: Tensor, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-        """What the blocks make of some images now: delta, A, B, C and the output, to audit later."""
+    def record(self, images: Any, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+        """What the blocks make of a batch of images now (or of whatever `consolidate` takes): delta, A, B, C and the
+        output, to audit later."""
         if not any(block.selective for block in self.blocks):
             raise UserError("There is nothing to record: the audit is about selective SSMs, and this model has none.")
-        return record(self.model, self.blocks, images.to(self._device()), forward)
+        return record(self.model, self.blocks, images, forward)
 
-    def audit(self, images: Tensor, recorded: Mapping[str, Tensor], forward: Callable[..., Any] | None = None) -> Drift:
+    def audit(self, images: Any, recorded: Mapping[str, Tensor], forward: Callable[..., Any] | None = None) -> Drift:
         """How far delta, exp(delta A), delta B, C and the output of each block have moved on these images since they
         were recorded, relative to their norms. `moved` and `moved_now` say how much of the updates was protected."""
         now = self.record(images, forward)

@@ -1,5 +1,6 @@
 """Runs that differ only by their seed belong together: one row of a table, one line of a figure."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from mambacl.nullspace.settings import SETTINGS
 from mambacl.reports.runs import Floats, RunRecord
+from mambacl.training.recipe import RECIPES
 
 SEED_KEYS = ("seed", "out", "stream.order_seed", "device", "training.workers", "training.eval_batch_size")
 """in these, the runs of a group may differ"""
@@ -113,7 +116,21 @@ def differing_keys(records: Sequence[RunRecord]) -> list[str]:
     """Keys of the configuration, seeds apart, in which the runs are not all equal."""
     configs = [comparable_config(record) for record in records]
     keys = list(dict.fromkeys(key for config in configs for key in config))
-    return [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    implied = set(differing)
+    for config in configs:
+        implied &= _implied(config)
+    return [key for key in differing if key not in implied]
+
+
+def _implied(config: Mapping[str, str]) -> set[str]:
+    """Keys whose values are just those of the setting and the recipe that the configuration names."""
+    known: dict[str, str] = {}
+    for group, word, named in (("nullspace", "setting", SETTINGS), ("training", "recipe", RECIPES)):
+        name = config.get(word, "")
+        if name in named:
+            known |= flatten(dataclasses.asdict(named[name]), f"{group}.")
+    return {key for key, value in known.items() if config.get(key) == value}
 
 
 def _differences(record: RunRecord, siblings: Sequence[RunRecord]) -> str:

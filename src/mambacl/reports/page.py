@@ -13,12 +13,14 @@ from mambacl.reports.tables import comparison_table
 from mambacl.tensorfile import write_bytes
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(folders: str | Path | Sequence[str | Path], out: Path | None = None) -> Path:
     """The report of one run, or a comparison of several; returns the path of its `report.html`.
 
     It goes to `out`; if that is not given, a run's report goes to the run's own folder, and a comparison to
     `comparison` in the folder that all the runs share. Beside the page: `figures/*.png` and `table.md`, `.tex`, `.csv`.
     """
+    if isinstance(folders, (str, Path)):
+        folders = [Path(folders)]
     different = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not different:
         raise UserError("A report needs at least one run folder, as in mambacl report runs/<preset>-<method>-0.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import threading
 import traceback
@@ -165,6 +166,8 @@ class _Parts:
             f"{stream.dataset.name}: {len(stream.class_order)} classes in {len(tasks)} tasks (first: {first}), "
             f"{images}, {size} px, on {self.device}"
         ]
+        if self.config.pretrained is False:
+            lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE starts from others).")
         if min(len(task) for task in tasks) == 1:
             lines.append("A task of a single class has nothing to learn from: its classifier knows no other answer.")
         if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
@@ -307,6 +310,8 @@ def _check_stream(folder: RunFolder, stream: Stream) -> None:
 
 
 def pick_device(name: str) -> torch.device:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got '{name}'.")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
