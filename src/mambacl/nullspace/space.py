@@ -300,7 +300,7 @@ class NullSpace:
             return self._consolidate(loader, forward)
 
     def _consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None) -> Consolidation:
-        if isinstance(loader, Tensor):
+        if isinstance(loader, Tensor) and loader.dim() <= 4:  # five: batches of images
             raise UserError("consolidate takes batches, got a tensor: give it [images], or images.split(100).")
         setting, started = self.setting, time.perf_counter()
         run = self.model if forward is None else forward
