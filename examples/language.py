@@ -1,6 +1,23 @@
 """python examples/language.py
 
-DOC
+A small `MambaForCausalLM` (bytes, two layers, random weights) learns three text domains in sequence: docstrings,
+licences and source code of the installed packages. The whole model learns the first; then its selective SSMs and
+out_proj learn the others, once freely and once with `NullSpace`, with the same parameters, steps and learning rate;
+each domain has an output layer of its own. Printed is the perplexity per byte, on held-out text, of each domain after each.
+
+Two cores, 1 to 4 minutes, seed 0 (setting paper, rank energy:0.9, eta 0.9; texts differ with what is installed):
+
+    perplexity per byte               docstrings    licences        code
+    after docstrings    sequential          7.60
+    after docstrings    null space          7.60
+    after licences      sequential          8.96        5.29
+    after licences      null space          8.00        6.06
+    after code          sequential          8.40        7.38        6.29
+    after code          null space          7.64        6.55        6.47
+
+The null space forgets much less of both earlier domains, and learns the new ones a little less well: what is protected
+is not free to learn with. More protection moves along that trade: `--rank energy:0.95` ends at 7.54, 6.58 and 6.52,
+`--setting exact --eta 1` at 7.72, 6.77 and 6.67.
 """
 
 import argparse
@@ -13,10 +30,12 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
+from transformers.models.mamba import modeling_mamba
 
 import mambacl
 
@@ -114,6 +133,16 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps:
         schedule.step()
 
 
+def with_our_scan() -> None:
+    """Lets transformers' Mamba use mambacl's scan: the same numbers, several times faster than its plain loop."""
+
+    def scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
+        known = ("D", "z", "delta_bias", "delta_softplus", "return_last_state")
+        return mambacl.selective_scan(u, delta, A, B, C, **{name: options[name] for name in known if name in options})
+
+    modeling_mamba.mamba_selective_scan = scan
+
+
 class Learner:
     """A language model with an output layer for each domain, as each task has its own classifier in the paper."""
 
@@ -153,6 +182,7 @@ def main() -> None:
     parser.add_argument("--eta", type=float, default=0.9, help="strictness of the projection, 0 to 1")
     options = parser.parse_args()
 
+    with_our_scan()
     domains = load_domains(options.bytes)
     names = list(domains)
     torch.manual_seed(options.seed)
@@ -167,7 +197,7 @@ def main() -> None:
         own = copy.deepcopy(model)
         space = mambacl.NullSpace(own, options.setting, rank=options.rank, eta=options.eta, leave=["lm_head"])
         learners[title] = Learner(own, space, protected=title == "null space")
-    print(f"{'perplexity per byte':32}" + "".join(f"{name:>12}" for name in names))
+    print(f"{'perplexity per byte':32}" + "".join(f"{name:>12}" for name in names), flush=True)
     for number, name in enumerate(names):
         for title, learner in learners.items():
             if number > 0:
