@@ -3,7 +3,8 @@
 A small `MambaForCausalLM` (bytes, two layers, random weights) learns three text domains in sequence: docstrings,
 licences and source code of the installed packages. The whole model learns the first; then its selective SSMs and
 out_proj learn the others, once freely and once with `NullSpace`, with the same parameters, steps and learning rate;
-each domain has an output layer of its own. Printed is the perplexity per byte, on held-out text, of each domain after each.
+each domain has an output layer of its own. Printed is the perplexity per byte, on held-out text, of each domain after
+each.
 
 Two cores, 1 to 4 minutes, seed 0 (setting paper, rank energy:0.9, eta 0.9; texts differ with what is installed):
 
