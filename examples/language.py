@@ -17,8 +17,8 @@ Two cores, 1 to 4 minutes, seed 0 (setting paper, rank energy:0.9, eta 0.9; text
     after code          null space          7.64        6.55        6.47
 
 The null space forgets much less of both earlier domains, and pays for it with what it learns of the new ones: when
-learned, licences are 15 per cent worse and code 3. Over all three, geometric mean, it ends at 6.87 against 7.31 (seeds 1
-and 2: 6.91 and 6.84 against 7.38 each); plain training at its best rate, 1e-3 of four tried, at 7.16.
+learned, licences are 15 per cent worse and code 3. Over all three, geometric mean, it ends at 6.87 against 7.31 (seeds
+1 and 2: 6.91 and 6.84 against 7.38 each); plain training at its best rate, 1e-3 of four tried, at 7.16.
 
 An illustration: settings and rates were chosen on the same held-out texts. With one output layer for all domains and
 eta 1, plain training at a lower rate was as good or better, because the domains excite much the same directions; an
