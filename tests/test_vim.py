@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from mambacl.backbones import create_model, list_models, load_weights, vim
 from mambacl.errors import UserError
@@ -51,15 +51,10 @@ def under(tensors, prefix):
 
 
 @pytest.fixture
-def golden():
+def golden(golden_model):
     """The recorded model with its weights, and all recorded tensors."""
-    tensors = load_file(GOLDENS / "vim_tiny_like.safetensors")
-    config = json.loads((GOLDENS / "vim_tiny_like.json").read_text())["config"]
-    recording = ("family", "final_norm", "input_hw")
-    options = {k: v for k, v in config.items() if k not in recording and not k.startswith("_")}
-    model = create_model("vim", **options)
-    model.load_state_dict(under(tensors, "state_dict/"))
-    return model.eval(), tensors
+    model, tensors, _ = golden_model("vim_tiny_like")
+    return model, tensors
 
 
 def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from mambacl.backbones import create_model, load_weights, vmamba
 from mambacl.errors import UserError
@@ -66,13 +66,10 @@ def relative(actual, expected):
 
 
 @pytest.fixture
-def golden():
-    tensors = load_file(GOLDENS / "vmamba_s2_like.safetensors")
-    config = json.loads((GOLDENS / "vmamba_s2_like.json").read_text())["config"]
-    options = {k: v for k, v in config.items() if k not in NOT_PASSED and not k.startswith("_")}
-    model = create_model("vmamba", **options)
-    model.load_state_dict(recorded("state_dict/", tensors))
-    return model.eval(), tensors
+def golden(golden_model):
+    """The recorded model with its weights, and all recorded tensors."""
+    model, tensors, _ = golden_model("vmamba_s2_like")
+    return model, tensors
 
 
 def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden):

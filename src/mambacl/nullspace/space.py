@@ -17,6 +17,7 @@ from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
 from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks, named_modules, named_parameters
 from mambacl.nullspace.audit import Drift, drift, record
 from mambacl.nullspace.bank import Bank, Fence, Snapshot, fences
+from mambacl.nullspace.describing import description
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
 from mambacl.nullspace.optimizer import project_steps
@@ -160,48 +161,8 @@ class NullSpace:
 
     def describe(self) -> str:
         """One line a kind: what is trained, what is protected, and from which feature."""
-        setting = self.setting
-        protects = any(True for _ in self.protected())
-        how = f"eta {setting.eta}, rank by {setting.rank}" if protects else "nothing is protected"
-        if protects and setting.relax > 0:
-            how += f", A relaxed by {setting.relax}"
-        usual = Setting()
-        for name in ("rank_over", "storage", "covariances", "keep_tasks"):
-            if protects and getattr(setting, name) != getattr(usual, name):
-                how += f", {name} {str(getattr(setting, name)).lower()}"
-        if protects and setting.scaling == "frobenius":
-            how += ", projectors divided by their norm, so that most of their effect is a smaller step"
-        ssms = sum(block.selective for block in self.blocks)
-        plain = len(self.blocks) - ssms
-        found = [
-            f"{count} {word}{'' if count == 1 else 's'}"
-            for count, word in ((ssms, "selective SSM"), (plain, "plain layer"))
-        ]
-        lines = [f"{' and '.join(words for words in found if not words.startswith('0 '))}; {how}"]
-        named = named_parameters(self.model)
-        for kind in KINDS:
-            rule = setting.rule(kind)
-            parts = [part for _, part in self.parts() if part.kind == kind]
-            if not parts:
-                continue
-            size = sum(part.of(named[part.parameter]).numel() for part in parts)
-            what = (
-                "fixed" if not rule.trains else f"protected by {rule.feature}" if rule.projected else "trained freely"
-            )
-            lines.append(f"  {kind:8} {size:>12,} values in {len(parts)} parts, {what}")
-        others = self._others()
-        if others:
-            words = {"first-task": "trained in the first task, then fixed", "free": "trained freely", "fixed": "fixed"}
-            size = sum(named[name].numel() for name in others)
-            lines.append(f"  {'others':8} {size:>12,} values in {len(others)} tensors, {words[setting.others]}")
-        total = sum(parameter.numel() for parameter in named.values())
-        tuned = sum(
-            part.of(named[part.parameter]).numel() for _, part in self.parts() if setting.rule(part.kind).trains
-        )
-        tuned += sum(named[name].numel() for name in others) if setting.others != "fixed" else 0
-        rest = "; the rest of the model is left as it is" if tuned < total else ""
-        lines.append(f"  trains {tuned:,} of {total:,} values{rest}")
-        return "\n".join(lines)
+        protects = next(iter(self.protected()), None) is not None
+        return description(self.setting, self.blocks, named_parameters(self.model), self._others(), protects)
 
     def protections(self) -> list[Protection]:
         """What is protected, and by what, as data."""
