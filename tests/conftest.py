@@ -1,6 +1,7 @@
 """What every test file shares: the recorded numbers, a tiny model, one thread a process."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+if not torch.cuda.is_available():  # Triton's interpreter then runs the kernels; it must know before it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from mambacl.backbones import create_model
 

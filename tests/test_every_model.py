@@ -2,6 +2,7 @@
 without values."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 from small_run import CONFIG
 
-import mambacl
 from mambacl.backbones import create_model, list_models, load_weights
 from mambacl.backbones.flops import count_flops
 from mambacl.backbones.registry import MODELS
 from mambacl.cli import main
 from mambacl.config import resolve
+from mambacl.errors import UserError
 from mambacl.tensorfile import write_tensors
 
 NANO = [name for name in list_models() if name.endswith("_nano")]
@@ -93,7 +94,7 @@ def test_a_missing_tensor_of_the_backbone_is_an_error_and_another_head_is_not(na
     assert any("head" in name for name in load_weights(other, tmp_path / "whole.safetensors").missing)
     state.pop(next(name for name in state if "A_log" in name))
     write_tensors(tmp_path / "part.safetensors", state, {})
-    with pytest.raises(mambacl.errors.UserError, match=r"lacks .*A_log"):
+    with pytest.raises(UserError, match=r"lacks .*A_log"):
         load_weights(other, tmp_path / "part.safetensors")
 
 
@@ -112,6 +113,35 @@ def test_checkpointing_changes_no_gradient(nano):
 def test_images_may_be_larger_and_oblong(nano):
     with torch.no_grad():
         assert nano(images(1, 48, 40)).shape == (1, 7)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 32, 32), (1, 1, 32, 32), (1, 4, 32, 32), (2, 3, 0, 0), (2, 3, 32, 0), (32,)], ids=str
+)
+def test_a_wrong_shape_is_refused_with_the_right_one(nano, shape):
+    with pytest.raises(UserError, match=r"images|pixels") as caught, torch.no_grad():
+        nano(torch.zeros(shape))
+    assert str(shape) in str(caught.value) or f"{shape[-2]} x {shape[-1]}" in str(caught.value)
+
+
+def test_a_new_classifier_takes_timms_second_argument_and_pools_in_one_way(nano):
+    model = create_model(nano_name(nano), num_classes=7)
+    model.reset_classifier(3, None)
+    model.reset_classifier(4, global_pool=None)
+    assert model.num_classes == 4
+    with pytest.raises(UserError, match="pools in one way only: leave global_pool out, got 'max'"):
+        model.reset_classifier(5, "max")
+    assert model.num_classes == 4 and model.eval()(images()).shape == (2, 4)
+
+
+def test_a_file_without_counters_of_batches_is_loaded(nano, tmp_path):
+    state = {name: tensor for name, tensor in nano.state_dict().items() if not name.endswith("num_batches_tracked")}
+    write_tensors(tmp_path / "weights.safetensors", state, {})
+    other = create_model(nano_name(nano), num_classes=7).eval()
+    account = load_weights(other, tmp_path / "weights.safetensors")
+    assert len(account.missing) == len(nano.state_dict()) - len(state)
+    with torch.no_grad():
+        assert torch.equal(other(images()), nano(images()))
 
 
 def test_it_compiles_without_a_break(nano):
@@ -135,11 +165,39 @@ def test_another_backbone_drops_what_a_preset_chose_for_its_own():
     config = resolve("demo", {"backbone": "vim_nano"})
     assert config.pretrained is False and config.nullspace.blocks is None
     assert config.nullspace.rank == resolve("demo", {}).nullspace.rank
+    assert config.stream.transforms.image_size == 20 and config.stream.train_per_class == 200  # both are made for 32
     kept = resolve("demo", {"backbone": "defocus_mamba_nano"})
     assert kept.pretrained is True and kept.nullspace.blocks
-    assert resolve("demo", {"backbone": "vim_tiny"}).pretrained is True  # it has public weights
+    larger = resolve("demo", {"backbone": "vim_tiny"})
+    assert larger.pretrained is True and larger.stream.transforms.image_size is None  # it has public weights, at 224
     assert resolve("demo", {"backbone": "vim_nano", "pretrained": "x.pth"}).pretrained.endswith("x.pth")
     assert resolve(CONFIG, {}).backbone_options
+
+
+def test_another_backbone_keeps_an_image_size_only_where_its_own_is_the_same():
+    def size(source, **overrides):
+        return resolve(source, overrides).stream.transforms.image_size
+
+    assert size("demo", backbone="vim_nano") == size("demo", backbone="defocus_mamba_nano") == size("demo") == 20
+    for name in ("vim_tiny", "vmamba_base_s2l15", "mambavision_base"):
+        assert size("demo", backbone=name) is None
+        assert size("demo", backbone=name, **{"stream.transforms.image_size": 64}) == 64  # given by hand
+    assert size("demo", backbone="vim_nano", backbone_options={"img_size": 64}) is None
+    assert size(CONFIG, backbone="vim_nano") is None  # its own model is made for 16 pixels
+    assert size(CONFIG, backbone="vmamba_nano", backbone_options={"imgsize": 16}) == 16
+    resized = {**CONFIG, "stream": {"transforms": {"image_size": 16, "resize": 18, "augment": "flip"}}}
+    dropped = resolve(resized, {"backbone": "vim_nano"}).stream.transforms
+    assert dropped.image_size is None and dropped.resize is None and dropped.augment == "flip"
+    assert resolve(resized, {}).stream.transforms.resize == 18
+    assert size({**CONFIG, "backbone": "not_installed"}, backbone="vim_nano") is None
+
+
+def test_images_that_do_not_fit_the_model_name_the_option(tmp_path, capsys):
+    options = ["--backbone", "vim_nano", "--stream.transforms.image_size", "30", "--out", str(tmp_path / "run")]
+    assert main(["train", "demo", *options]) == 2
+    said = capsys.readouterr().err
+    assert "30 x 30 pixels do not divide into patches" in said
+    assert "Set --stream.transforms.image_size; vim_nano's own is 32." in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -174,6 +232,10 @@ def test_the_list(capsys):
     assert main(["models", "mambavision_tiny"]) == 0
     text = capsys.readouterr().out
     assert "31.79 M" in text and "82.3" in text and "mambavision_tiny_1k.pth.tar" in text and "non-commercial" in text
+    assert "top-1: per cent on ImageNet-1k, as published.\n" in text
+    assert main(["models", "defocus_mamba_nano"]) == 0
+    said = "top-1: per cent on ImageNet-1k, as published; that of defocus_mamba_nano on Tiny-ImageNet at 32 px."
+    assert said in capsys.readouterr().out
     assert main(["models", "vmmba"]) == 2
     assert "No model's name contains 'vmmba'. Did you mean 'vmamba'?" in capsys.readouterr().err
 
@@ -188,6 +250,31 @@ def test_timm_knows_them_whichever_comes_first(first, second):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "(1, 3) True 192"
+
+
+@pytest.mark.parametrize("first, second", [("mambacl", "timm"), ("timm", "mambacl")])
+def test_a_broken_package_of_others_breaks_no_import(first, second, tmp_path):
+    pytest.importorskip("timm")
+    about = tmp_path / "theirs-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[mambacl.backbones]\nbroken = theirs_is_gone\n")
+    code = (
+        f"import {first}, {second}, timm; print(timm.is_model('vmamba_base_s2l15'), timm.is_model('vim_nano'))\n"
+        "for build in (mambacl.create_model, timm.create_model):\n"
+        "    try: build('vim_nano')\n"
+        "    except mambacl.UserError as error: print(error)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    first_line, *refused = done.stdout.splitlines()
+    assert first_line == "True True" and len(refused) == 2
+    said = "The model 'broken' of another package (theirs_is_gone) cannot be loaded"
+    assert all(line.startswith(said) and "uninstall that package" in line for line in refused)
+    assert done.stderr.count(said) == 1 and "timm knows the models without it" in done.stderr
+    command = [sys.executable, "-m", "mambacl", "models"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and said in done.stderr
 
 
 def test_importing_it_imports_neither_torch_nor_timm():

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import os
 import pickle
+import re
+import shlex
 import subprocess
 import sys
 import types
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from mambacl.backbones import convert, create_model, load_weights
 from mambacl.backbones.loading import read_weights
+from mambacl.cli import main
 from mambacl.errors import UserError
 
 
@@ -70,8 +73,12 @@ def test_model_is_preferred_and_a_key_chooses_otherwise(source, target, tmp_path
 def test_a_key_that_is_not_there_is_named_with_those_that_are(source, target, tmp_path):
     path = tmp_path / "weights.pth"
     torch.save({"network": source.state_dict(), "epoch": 3}, path)
-    with pytest.raises(UserError, match=r"holds: network, epoch\. Name the right entry with --key"):
+    with pytest.raises(UserError, match=r"holds: network, epoch\. `mambacl convert .* --key NAME` takes") as caught:
         load_weights(target, path)
+    typed = shlex.split(re.search(r"`mambacl (.*)`", str(caught.value))[1].replace("NAME", "network"))
+    assert main([str(tmp_path / "out.safetensors") if word == "OUT.safetensors" else word for word in typed]) == 0
+    load_weights(target, tmp_path / "out.safetensors")
+    assert same(target, source.state_dict())
     with pytest.raises(UserError, match="no weights under 'model_ema'"):
         load_weights(target, path, key="model_ema")
     load_weights(target, path, key="network")
@@ -87,6 +94,12 @@ def test_safetensors_and_create_model_with_a_path(source, tiny_model, tmp_path):
     for given in (path, str(path)):
         model = create_model("defocus_mamba", num_classes=3, pretrained=given, mamba=mamba, **options)
         assert same(model, source.state_dict())
+
+
+def test_safetensors_of_a_distributed_model_lose_their_prefix(source, target, tmp_path):
+    save_file(prefixed(source.state_dict()), tmp_path / "w.safetensors")
+    account = load_weights(target, tmp_path / "w.safetensors")
+    assert same(target, source.state_dict()) and account.missing == account.unexpected == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -147,6 +160,51 @@ def test_layouts_that_differ_by_axes_of_one_are_reshaped(source, target, tmp_pat
     account = load_weights(target, tmp_path / "w.pth")
     assert account.reshaped == ["cls_token", "blocks.0.mixer.conv1d.weight"]
     assert same(target, source.state_dict())
+
+
+def adapting(model, adapt):
+    model.adapt_state = adapt
+    return model
+
+
+def test_what_the_model_renames_and_drops_is_counted(source, target, tmp_path):
+    state = source.state_dict()
+    stored = {f"old.{name}": tensor for name, tensor in state.items()} | {"ema": torch.ones(2), "kept": torch.ones(3)}
+    stored["old.cls_token"] = stored["old.cls_token"].flatten()
+    torch.save(stored, tmp_path / "w.pth")
+
+    def adapt(tensors):
+        return {name.removeprefix("old."): tensor for name, tensor in tensors.items() if name != "ema"}
+
+    account = load_weights(adapting(target, adapt), tmp_path / "w.pth")
+    assert same(target, state)
+    assert sorted(account.renamed) == sorted(state) and account.dropped == ["ema"]
+    assert account.reshaped == ["cls_token"] and account.unexpected == ["kept"]
+    said = f"{len(state)} renamed; 1 reshaped (cls_token); 1 dropped (ema); 0 missing; 1 unexpected (kept)."
+    assert str(account).endswith(said)
+
+
+def test_a_name_that_another_tensor_takes_over_is_dropped(source, target, tmp_path):
+    state = source.state_dict()
+    torch.save({**state, "better": state["norm.weight"] + 1}, tmp_path / "w.pth")
+
+    def adapt(tensors):
+        return {**without(tensors, "better"), "norm.weight": tensors["better"]}
+
+    account = load_weights(adapting(target, adapt), tmp_path / "w.pth")
+    assert account.renamed == account.dropped == ["norm.weight"] and account.reshaped == []
+    assert torch.equal(target.norm.weight, state["norm.weight"] + 1)
+
+
+def test_of_what_is_computed_anew_no_source_is_claimed(source, target, tmp_path):
+    state = source.state_dict()
+    torch.save({**without(state, "norm.weight"), "half": state["norm.weight"] / 2}, tmp_path / "w.pth")
+
+    def adapt(tensors):
+        return {**without(tensors, "half"), "norm.weight": 2 * tensors["half"]}
+
+    account = load_weights(adapting(target, adapt), tmp_path / "w.pth")
+    assert account.renamed == ["norm.weight"] and account.dropped == [] and same(target, state)
 
 
 def without(state, name):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from mambacl.backbones import create_model, list_models, mambavision
+from mambacl.backbones import create_model, list_models, load_weights, mambavision
 from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
 
@@ -125,9 +125,9 @@ def test_each_scan_is_the_recorded_one(golden, recorded, monkeypatch):
     scans, outputs = [], []
     original = mambavision.scan_tokens
 
-    def record(*tensors):
+    def record(*tensors, softplus):
         scans.append(tensors)
-        return original(*tensors)
+        return original(*tensors, softplus=softplus)
 
     monkeypatch.setattr(mambavision, "scan_tokens", record)
     for module in golden.modules():
@@ -136,9 +136,9 @@ def test_each_scan_is_the_recorded_one(golden, recorded, monkeypatch):
     with torch.no_grad():
         golden(recorded["input"])
     assert len(scans) == len(outputs) == 4
-    for call, ((u, delta, _, B, C), y) in enumerate(zip(scans, outputs, strict=True)):
+    for call, ((u, steps, _, B, C), y) in enumerate(zip(scans, outputs, strict=True)):
         expected = under(f"scan_f32/{call}/", recorded)
-        features = {"u": u, "delta": delta, "B": B.squeeze(2), "C": C.squeeze(2), "out": y.chunk(2, -1)[0]}
+        features = {"u": u, "delta": F.softplus(steps), "B": B.squeeze(2), "C": C.squeeze(2), "out": y.chunk(2, -1)[0]}
         assert {name: relative(features[name].mT, expected[name]) < 2e-5 for name in expected} == dict.fromkeys(
             features, True
         )
@@ -319,7 +319,6 @@ def test_mixer_by_hand():
             ys.append((h * C[:, t, None]).sum(-1) + mixer.D * u[..., 0])
         joined = torch.cat((torch.stack(ys, 1), z.mT), -1)
     torch.testing.assert_close(seen["x_proj"], x.mT)
-    torch.testing.assert_close(mixer.step_sizes(dt), delta)
     torch.testing.assert_close(seen["out_proj"], joined)
     torch.testing.assert_close(output, F.linear(joined, mixer.out_proj.weight))
 
@@ -390,9 +389,10 @@ def test_half_precision_keeps_delta_the_decay_and_the_scan_in_float32(way, monke
     expected = model(images())
     original = mambavision.scan_tokens
 
-    def record(*tensors):
-        scanned.extend(tensor.dtype for tensor in tensors)
-        return original(*tensors)
+    def record(x, steps, A, *others, **options):
+        result = original(x, steps, A, *others, **options)
+        scanned.extend((steps.dtype, A.dtype, result[0].dtype))
+        return result
 
     monkeypatch.setattr(mambavision, "scan_tokens", record)
     model.levels[2].blocks[0].mixer.dt_proj.register_forward_hook(lambda _, __, output: steps.append(output.dtype))
@@ -403,7 +403,7 @@ def test_half_precision_keeps_delta_the_decay_and_the_scan_in_float32(way, monke
     else:
         logits = model.bfloat16()(images().bfloat16())
     assert logits.dtype == torch.bfloat16
-    assert len(scanned) == 15 and set(scanned) == {torch.float32}
+    assert len(scanned) == 9 and set(scanned) == {torch.float32}
     assert relative(logits.float(), expected) < 0.1
     logits.float().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -424,10 +424,23 @@ def test_public_names_lose_their_prefix(prefix, caplog):
         adapted = model.adapt_state(state)
     finally:
         logger.removeHandler(caplog.handler)
-    assert adapted.keys() == model.state_dict().keys()
-    model.load_state_dict(adapted)
+    assert adapted.keys() - {"decoder.weight"} == model.state_dict().keys()
+    assert ("decoder.weight" in adapted) == ("encoder" in prefix)  # for the account
+    model.load_state_dict({name: tensor for name, tensor in adapted.items() if name != "decoder.weight"})
     assert len({record.getMessage() for record in caplog.records}) == 1
     assert "CC-BY-NC-SA-4.0, non-commercial" in caplog.records[0].getMessage()
+
+
+def test_of_a_pre_training_file_all_but_the_encoder_is_left_over_and_named(tmp_path):
+    model, other = tiny(), tiny()
+    state = {f"encoder.{name}": tensor + 1 for name, tensor in model.state_dict().items() if "head" not in name}
+    outside = {"decoder.weight": torch.zeros(3), "mask_token": torch.zeros(1)}
+    own = {"norm.weight": torch.zeros_like(model.norm.weight), "head.weight": torch.zeros_like(model.head.weight)}
+    torch.save({**outside, **own, **state}, tmp_path / "w.pth")
+    account = load_weights(other, tmp_path / "w.pth")
+    assert account.unexpected == ["decoder.weight", "mask_token"] and account.dropped == ["norm.weight", "head.weight"]
+    assert len(account.renamed) == len(account.loaded) == len(state) and account.reshaped == []
+    assert torch.equal(other.norm.weight, model.norm.weight + 1) and other.head.weight.abs().sum() > 0
 
 
 def test_other_names_are_left_for_the_account():

@@ -253,7 +253,7 @@ def test_native_kernel_refuses_more_states_than_it_can_hold():
 def test_missing_kernel_leaves_the_torch_backend(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     inputs = random_inputs(b=1, d=2, l=3, n=2)
-    assert available_backends() == ["auto", "reference", "torch"]
+    assert [name for name in available_backends() if name != "triton"] == ["auto", "reference", "torch"]
     assert_close(selective_scan(**inputs), selective_scan(**inputs, backend="reference"), 1e-12)
     with pytest.raises(UserError, match="reinstall mambacl where a C\\+\\+ compiler is present"):
         selective_scan(**inputs, backend="native")

@@ -7,12 +7,13 @@ Naming a setting or a recipe starts anew from it: what an earlier source changed
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
@@ -20,7 +21,7 @@ from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
-from mambacl.options import merge
+from mambacl.options import build_config, merge
 from mambacl.registry import did_you_mean
 from mambacl.streams import StreamConfig
 from mambacl.training.recipe import Recipe, recipe_named
@@ -61,8 +62,11 @@ class RunConfig:
     """of the classifiers, the order of the images and their augmentation"""
     device: str = "auto"
     """auto (cuda where there is one), cpu, cuda or cuda:N"""
-    precision: Literal["float32", "bf16"] = "float32"
-    """bf16 runs training and evaluation under autocast; the scan, A and delta stay in float32"""
+    precision: Literal["float32", "tf32", "bf16"] = "float32"
+    """tf32 takes matrix products on a GPU in TF32; bf16 runs training and evaluation under autocast; the scan, A and
+    delta stay in float32"""
+    fast: bool = True
+    """on a GPU: fused kernels, recorded steps, images prepared there; false takes the plain twin of each"""
     audit_images: int = 0
     """images of each task to keep for the consistency audit: `mambacl audit RUN`"""
     out: str | None = None
@@ -122,16 +126,49 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
 
 
 def _for_backbone(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What a preset chose for its own backbone is dropped when another one is named: its weights, its options, and the
-    blocks to fine-tune. The other starts from its public weights, if it has any."""
+    """What a preset chose for its own backbone is dropped when another one is named: its weights, its options, the
+    blocks to fine-tune, and the image size where the other's own differs. The other starts from its public weights, if
+    it has any."""
     name = overrides.get("backbone")
     if not isinstance(name, str) or name == base.get("backbone", RunConfig.backbone):
         return base
-    base = {key: value for key, value in base.items() if key not in ("pretrained", "backbone_options")}
-    nullspace = {key: value for key, value in base.get("nullspace", {}).items() if key != "blocks"}
+    dropped = ["pretrained", "backbone_options", "nullspace.blocks"]
+    sizes = ("image_size", "resize")
+    if any(_part(base, "stream", "transforms").get(key) is not None for key in sizes):
+        own = _input_size(base.get("backbone", RunConfig.backbone), _part(base, "backbone_options"))
+        if own is None or own != _input_size(name, _part(overrides, "backbone_options")):
+            dropped += [f"stream.transforms.{key}" for key in sizes]
+    base = _without(base, dropped)
     if "pretrained" not in overrides and MODELS.get(name).weights is None:
         base["pretrained"] = False
-    return {**base, "nullspace": nullspace} if "nullspace" in base else base
+    return base
+
+
+def _part(values: Any, *keys: str) -> Mapping[str, Any]:
+    """A group of options, empty where there is none; one of the wrong kind is refused later, by name."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else {}
+
+
+def _without(values: Mapping[str, Any], dropped: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without(value, dropped, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if prefix + key not in dropped
+    }
+
+
+def _input_size(name: str, options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of the images a model is made for; None where it cannot be built without values, for any reason: what
+    is wrong with it is said when it is built in earnest."""
+    try:
+        entry = MODELS.get(name)
+        with torch.device("meta"):
+            model: Any = entry.build(build_config(entry.config_class, merge(entry.config, options), name))
+        return tuple(model.default_cfg["input_size"])
+    except Exception:
+        return None
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -33,6 +33,10 @@ class Registry(Generic[T]):
         self._load()
         return list(self._entries)
 
+    def known(self) -> list[str]:
+        """The names so far, whether or not other packages can be loaded."""
+        return list(self._entries)
+
     def get(self, name: str) -> T:
         self._load()
         if name not in self._entries:

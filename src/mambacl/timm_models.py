@@ -19,12 +19,19 @@ def join_timm() -> None:
 
 
 def register() -> None:
-    """Names that timm has of its own stay its own."""
+    """Names that timm has of its own stay its own. A broken package of others is warned of, and breaks no import."""
     from timm.models import is_model, register_model
 
-    from mambacl.backbones.registry import list_models
+    from mambacl.backbones.registry import MODELS
+    from mambacl.errors import UserError
+    from mambacl.log import logger
 
-    for name in list_models():
+    try:
+        names = MODELS.names()
+    except UserError as error:
+        logger.warning("%s Until then, timm knows the models without it.", error)
+        names = MODELS.known()
+    for name in sorted(names):
         if not is_model(name):
             register_model(_entry(name))
 

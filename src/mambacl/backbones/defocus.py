@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mambacl import fused
 from mambacl.backbones.layers import (
     PatchEmbed,
     RMSNorm,
     at_least_float32,
-    causal_conv,
     drop_path,
     full_precision,
-    rms_normalize,
+    refuse_other_pooling,
 )
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
@@ -138,31 +138,21 @@ class Mixer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         config = self.config
         x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, d) each, as everything below
-        x = F.silu(causal_conv(x, self.conv1d))  # 2.
-        projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
-        dt, B, C = projected.split([config.time_step_rank, config.state_size, config.state_size], dim=-1)
+        x = fused.causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)  # 2.
+        dt, BC = self.x_proj(x).split([config.time_step_rank, 2 * config.state_size], dim=-1)  # 3.
         with full_precision(x):
-            B, C = self.rotate(at_least_float32(B)), self.rotate(at_least_float32(C))  # 4. (b, l, n)
-            delta = F.softplus(at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype))))  # 5.
-            if config.delta_scale_factor != 1.0:
-                delta = delta / config.delta_scale_factor
-            x = at_least_float32(x)
-            y, _ = scan_tokens(x, delta, -torch.exp(at_least_float32(self.A_log)), B.unsqueeze(2), C.unsqueeze(2))  # 6.
-            if config.group_norm_size:
-                groups = y.unflatten(-1, (-1, config.group_norm_size))
-                y = rms_normalize(groups, dim=-1, eps=1e-6).flatten(-2)  # 7.
-            y = torch.addcmul(y, at_least_float32(self.D), x) * F.silu(at_least_float32(z))  # 8.
-        y = y.to(tokens.dtype)
+            B, C = self.rotate(BC.unflatten(-1, (2, -1))).split(1, dim=2)  # 4. (b, l, 1, n)
+            steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)))
+            plain = config.delta_scale_factor == 1.0
+            steps = steps if plain else F.softplus(steps) / config.delta_scale_factor
+            A = -torch.exp(at_least_float32(self.A_log))
+            y, _ = scan_tokens(x, steps, A, B, C, softplus=plain)  # 5. delta = softplus(steps), and 6.
+            y = fused.gated_group_norm(y, x, self.D, z, config.group_norm_size, 1e-6, z.dtype)  # 7. and 8.
         return self.out_proj(y)  # 9.
 
     def rotate(self, M: Tensor) -> Tensor:
-        """Rotary embedding of B or C (b, l, n) over the states; each state of a pair has a frequency of its own."""
-        if self.freq is None:
-            return M
-        position = torch.arange(M.shape[1], device=M.device, dtype=M.dtype) / self.config.rope_scale_factor
-        angle = position[:, None] * self.freq  # (l, n)
-        even, odd = M[..., ::2], M[..., 1::2]
-        return M * angle.cos() + torch.stack((-odd, even), dim=-1).flatten(-2) * angle.sin()
+        """Rotary embedding of B and C, (b, l, m, n) of m matrices, over the states."""
+        return at_least_float32(M) if self.freq is None else fused.rotate(M, self.freq, self.config.rope_scale_factor)
 
 
 class Block(nn.Module):
@@ -224,8 +214,9 @@ class DefocusMamba(nn.Module):
                 if parameter is not None:
                     nn.init.trunc_normal_(parameter, std=0.02)
 
-    def reset_classifier(self, num_classes: int) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for so many classes; 0 removes it."""
+        refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         like = self.norm.weight
         self.head = self._new_head().to(like.device, like.dtype)
@@ -269,6 +260,10 @@ class DefocusMamba(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def _checked(self, images: Tensor) -> Tensor:
+        if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+            raise UserError(
+                f"De-focus Mamba takes images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}."
+            )
         height, width = images.shape[-2:]
         patch = self.config.patch_size * self.patch_embed.regions
         if height % patch or width % patch:

@@ -3,8 +3,10 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mambacl import fused
+from mambacl.errors import UserError
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -26,11 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * rms_normalize(at_least_float32(x), dim=-1, eps=self.eps).to(x.dtype)
-
-
-def rms_normalize(x: Tensor, dim: int, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(dim, keepdim=True) + eps)
+        return fused.rms_norm(x, self.weight, self.eps)
 
 
 def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
@@ -41,10 +39,10 @@ def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
     return x * keep / (1 - rate)
 
 
-def causal_conv(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    """Depthwise convolution over the present token and those before it, as a 2-D one that keeps channels last."""
-    image = F.pad(x, (0, 0, conv.kernel_size[0] - 1, 0)).mT.unsqueeze(2)  # (b, d, 1, l + k - 1)
-    return F.conv2d(image, conv.weight.unsqueeze(2), conv.bias, groups=conv.groups).squeeze(2).mT
+def refuse_other_pooling(global_pool: str | None) -> None:
+    """timm gives `reset_classifier` a pooling too; no backbone here has a choice of it."""
+    if global_pool is not None:
+        raise UserError(f"This model pools in one way only: leave global_pool out, got {global_pool!r}.")
 
 
 class PatchEmbed(nn.Module):

@@ -30,15 +30,21 @@ class Account:
 
     path: Path
     loaded: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)  # under their new names, as all but `dropped`
     reshaped: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # by the model's adapt_state
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     inert: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         parts = [f"{len(self.loaded)} tensors loaded from {self.path.name}"]
-        for word in ("reshaped", "missing", "unexpected"):
+        if self.renamed:
+            parts.append(f"{len(self.renamed)} renamed")
+        for word in ("reshaped", "dropped", "missing", "unexpected"):
             names = getattr(self, word)
+            if word == "dropped" and not names:
+                continue
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             parts.append(f"{len(names)} {word}" + (f" ({shown})" if names else ""))
         if self.inert:
@@ -47,14 +53,14 @@ class Account:
 
 
 def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors by name from .safetensors or a public .pth, and the foreign classes of the latter that were made
-    inert."""
+    """Tensors by name, without a leading "module.", from .safetensors or a public .pth, and the foreign classes of the
+    latter that were made inert."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"There is no weights file {path}; give the path of a .safetensors or .pth file.")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path), []
+            return {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}, []
         except SafetensorError as error:
             raise UserError(f"{path} is no safetensors file, or damaged ({error}): download it again.") from None
     contents, inert = read_checkpoint(path)
@@ -78,13 +84,13 @@ def convert(source: Path, destination: Path, key: str | None = None) -> Account:
 
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Account:
     """Loads a file into a model, which may adapt its names and shapes. A backbone tensor that is missing or of another
-    shape is an error; heads may differ."""
-    tensors, inert = read_weights(path, key)
+    shape is an error; heads may differ, and batch norms start counting anew where the file does not count."""
+    stored, inert = read_weights(path, key)
     account = Account(Path(path), inert=inert)
     own = model.state_dict()
     adapt = getattr(model, "adapt_state", None)
-    stored, tensors = tensors, tensors if adapt is None else adapt(tensors)
-    account.reshaped += [name for name in tensors if name in stored and tensors[name].shape != stored[name].shape]
+    tensors = stored if adapt is None else adapt(dict(stored))
+    _account_for_adapting(account, stored, tensors)
     for name, tensor in tensors.items():
         if name not in own:
             account.unexpected.append(name)
@@ -99,7 +105,7 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
         own[name] = tensor
         account.loaded.append(name)
     account.missing = [name for name in own if name not in account.loaded]
-    lost = [name for name in account.missing if not name.startswith(HEADS)]
+    lost = [n for n in account.missing if not n.startswith(HEADS) and not n.endswith("num_batches_tracked")]
     if lost:
         shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise UserError(
@@ -108,6 +114,24 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
         )
     model.load_state_dict(own)
     return account
+
+
+def _account_for_adapting(account: Account, stored: dict[str, Tensor], adapted: dict[str, Tensor]) -> None:
+    """What a model's adapt_state did, seen from its result: a tensor that was only renamed or reshaped is still in the
+    same memory."""
+    by_memory = {tensor.data_ptr(): name for name, tensor in stored.items()}
+    sources: dict[str, str | None] = {}
+    for name, tensor in adapted.items():
+        same_name = name if name in stored else None
+        sources[name] = name if stored.get(name) is tensor else by_memory.get(tensor.data_ptr(), same_name)
+    for name, source in sources.items():
+        if source != name:
+            account.renamed.append(name)
+        if source is not None and adapted[name].shape != stored[source].shape:
+            account.reshaped.append(name)
+    used = set(sources.values())
+    if None not in used:  # else one was computed anew, and from which others cannot be told
+        account.dropped = [name for name in stored if name not in used]
 
 
 def _fitted(name: str, tensor: Tensor, wanted: Tensor) -> Tensor | None:

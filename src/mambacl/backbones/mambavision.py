@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import at_least_float32, drop_path, full_precision
+from mambacl import fused
+from mambacl.backbones.layers import at_least_float32, drop_path, full_precision, refuse_other_pooling
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -90,27 +91,18 @@ class MambaVisionMixer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, h) each
-        x, z = F.silu(convolve(x, self.conv1d_x)), F.silu(convolve(z, self.conv1d_z))  # 2.
+        x = fused.causal_conv_silu(x, self.conv1d_x.weight.squeeze(1), same=True)  # 2.
+        z = fused.causal_conv_silu(z, self.conv1d_z.weight.squeeze(1), same=True)
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
         dt, B, C = projected.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         with full_precision(x):
-            delta = self.step_sizes(dt)  # 4. (b, l, h)
-            x, B, C = at_least_float32(x), at_least_float32(B).unsqueeze(2), at_least_float32(C).unsqueeze(2)
-            y, _ = scan_tokens(x, delta, -torch.exp(at_least_float32(self.A_log)), B, C)  # 5.
-            y = torch.addcmul(y, at_least_float32(self.D), x)
+            # The bias enters twice, as the public weights were trained.
+            steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias)  # 4.
+            A = -torch.exp(at_least_float32(self.A_log))
+            y, _ = scan_tokens(x, steps, A, B.unsqueeze(2), C.unsqueeze(2), softplus=True)  # 5.
+            y = torch.addcmul(y, at_least_float32(self.D), at_least_float32(x))
             y = torch.cat((y, at_least_float32(z)), dim=-1)  # 6. (b, l, 2 h); no gate
         return self.out_proj(y.to(tokens.dtype))  # 7.
-
-    def step_sizes(self, dt: Tensor) -> Tensor:
-        """delta from the first rows of x_proj's output. The bias enters twice, as the public weights were trained."""
-        steps = self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias
-        return F.softplus(at_least_float32(steps))
-
-
-def convolve(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    """A depthwise convolution of tokens (b, l, d) that sees as far ahead as back; 2-D, to keep channels last."""
-    y = F.conv2d(x.mT.unsqueeze(2), conv.weight.unsqueeze(2), padding="same", groups=conv.groups)  # (b, d, 1, l)
-    return y.squeeze(2).mT
 
 
 class Attention(nn.Module):
@@ -279,8 +271,9 @@ class MambaVision(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def reset_classifier(self, num_classes: int) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for so many classes; 0 removes it."""
+        refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         self._initialize(head)
@@ -309,11 +302,16 @@ class MambaVision(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A public file's tensors under this model's names; of a pre-training file only the encoder."""
+        """A public file's tensors under this model's names. Of a pre-training file only the encoder: the rest keeps its
+        names, to be left over, and is dropped where a name is this model's own."""
         logger.info("The public weights of MambaVision are under %s: so is what is trained from them.", LICENCE)
         tensors = {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoder = {name[8:]: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
-        return encoder or tensors
+        if not encoder:
+            return tensors
+        own = self.state_dict()
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("encoder.") and name not in own}
+        return {**rest, **encoder}
 
 
 def _register(size: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:

@@ -8,6 +8,7 @@ for.
 
 import io
 import pickle
+import shlex
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -181,5 +182,8 @@ def find_state_dict(contents: Any, path: Path, key: str | None = None) -> dict[s
     if found is None:
         held = ", ".join(map(str, contents)) if isinstance(contents, Mapping) else type(contents).__name__
         wanted = " or ".join(f"'{place}'" for place in places)
-        raise UserError(f"{path} holds no weights under {wanted}; it holds: {held}. Name the right entry with --key.")
+        raise UserError(
+            f"{path} holds no weights under {wanted}; it holds: {held}. "
+            f"`mambacl convert {shlex.quote(str(path))} OUT.safetensors --key NAME` takes those of another entry."
+        )
     return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}

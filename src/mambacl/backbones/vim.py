@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import RMSNorm, at_least_float32, causal_conv, drop_path, full_precision
+from mambacl import fused
+from mambacl.backbones.layers import (
+    RMSNorm,
+    at_least_float32,
+    drop_path,
+    full_precision,
+    refuse_other_pooling,
+)
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.scan import scan_tokens
@@ -130,22 +137,22 @@ class Mixer(nn.Module):
         back = self.select(x.flip(1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
         with full_precision(x):
             # The directions are two groups of channels of one scan, so that a backend goes through time once.
-            x, delta, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
+            x, steps, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
             A = -torch.exp(at_least_float32(torch.cat((self.A_log, self.A_b_log))))
-            y, _ = scan_tokens(x, delta, A, B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1)))  # 5.
-            y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), x)  # 6.
+            y, _ = scan_tokens(x, steps, A, B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1)), softplus=True)  # 5.
+            y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), at_least_float32(x))  # 6.
             y_ahead, y_back = y.chunk(2, dim=-1)
             # Both directions have the same gate, the backward one flipped: it is applied once, to their sum.
             y = (y_ahead + y_back.flip(1)) / 2 * F.silu(at_least_float32(z))  # 7.
         return self.out_proj(y.to(tokens.dtype))  # 8.
 
     def select(self, u: Tensor, conv: nn.Conv1d, x_proj: nn.Module, dt_proj: nn.Linear) -> tuple[Tensor, ...]:
-        """What a direction's scan takes: x and delta (b, l, d), B and C (b, l, n), in float32 or better."""
-        x = F.silu(causal_conv(u, conv))  # 2.
+        """What a direction's scan takes: x and its steps before the softplus (b, l, d), B and C (b, l, n)."""
+        x = fused.causal_conv_silu(u, conv.weight.squeeze(1), conv.bias)  # 2.
         dt, B, C = x_proj(x).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
         with full_precision(x):
-            delta = F.softplus(at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype))))  # 4.
-        return at_least_float32(x), delta, at_least_float32(B), at_least_float32(C)
+            steps = at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype)))  # 4.
+        return x, steps, B, C
 
 
 class Block(nn.Module):
@@ -207,8 +214,9 @@ class Vim(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         self.reset_classifier(config.num_classes)
 
-    def reset_classifier(self, num_classes: int) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for so many classes; 0 removes it."""
+        refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         self.head: nn.Module = nn.Identity()
         if num_classes != 0:

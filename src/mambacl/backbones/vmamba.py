@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import at_least_float32, drop_path, full_precision
+from mambacl.backbones.layers import at_least_float32, drop_path, full_precision, refuse_other_pooling
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.scan import scan_tokens
@@ -177,9 +177,10 @@ class SS2D(nn.Module):
         if self.gated:
             x, z = x.chunk(2, dim=-1)
         x = self.act(self.conv2d(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
-        u, delta, B, C = self.scan_inputs(x)
+        u, steps, B, C = self.scan_inputs(x)
         with full_precision(x):
-            y, _ = scan_tokens(u, delta, -torch.exp(at_least_float32(self.A_logs)), B, C)  # (b, l, 4 d)
+            A = -torch.exp(at_least_float32(self.A_logs))
+            y, _ = scan_tokens(u, steps, A, B, C, softplus=True)  # (b, l, 4 d)
             y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
             # Every direction adds its own D * x, of the same x once the tokens are back in their places.
             D = at_least_float32(self.Ds).unflatten(0, (DIRECTIONS, -1)).sum(0)
@@ -190,15 +191,16 @@ class SS2D(nn.Module):
         return self.out_proj(y)
 
     def scan_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From x (b, h, w, d): u and delta (b, l, 4 d), B and C (b, l, 4, n), each direction in its own order."""
+        """From x (b, h, w, d): u and its steps before the softplus (b, l, 4 d), B and C (b, l, 4, n), each direction in
+        its own order."""
         projected = F.linear(x, self.x_proj_weight.flatten(0, 1))  # (b, h, w, 4 (rank + 2 n))
         with full_precision(x):
             tokens = cross_scan(at_least_float32(projected).unflatten(3, (DIRECTIONS, -1)))
             dt, B, C = tokens.split([self.rank, self.states, self.states], dim=-1)
-            delta = torch.einsum("blkr,kdr->blkd", dt, at_least_float32(self.dt_projs_weight))
-            delta = F.softplus(delta + at_least_float32(self.dt_projs_bias))
+            steps = torch.einsum("blkr,kdr->blkd", dt, at_least_float32(self.dt_projs_weight))
+            steps = steps + at_least_float32(self.dt_projs_bias)
             u = cross_scan(at_least_float32(x).unsqueeze(3).expand(-1, -1, -1, DIRECTIONS, -1))
-        return u.flatten(2), delta.flatten(2), B, C
+        return u.flatten(2), steps.flatten(2), B, C
 
 
 class Block(nn.Module):
@@ -295,8 +297,9 @@ class VMamba(nn.Module):
         self.set_grad_checkpointing(config.use_checkpoint)
         self.apply(_initialize)
 
-    def reset_classifier(self, num_classes: int) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head for so many classes; 0 removes it."""
+        refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         like = next(self.classifier["norm"].parameters())

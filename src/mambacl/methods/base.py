@@ -54,6 +54,8 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     options_class: ClassVar[type] = NoOptions
+    recordable: ClassVar[bool] = False
+    """whether a CUDA graph can replay its steps: `loss` never waits for the GPU, and does the same for every batch"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model, setup
@@ -113,6 +115,8 @@ class HeadPerTask(Method):
 
     A subclass says which of the backbone's parameters train, by name.
     """
+
+    recordable = True
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         super().__init__(model, setup)

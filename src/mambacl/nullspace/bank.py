@@ -49,6 +49,7 @@ class Slot:
     places: list[int] = field(default_factory=list)
     energy: Tensor = field(default_factory=lambda: torch.empty(0))
     """(parts, groups, 2), float64: sums of squares of the updates, and of what the basis holds of them"""
+    index: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.matrices = Views(self.parts, Part.matrix)
@@ -78,7 +79,7 @@ class Stack:
 
     def project_(self, slot: Slot, changes: Tensor, counted: bool = True) -> Tensor:
         """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
-        places: slice | list[int] = slice(None) if slot.places == list(range(len(self.basis))) else slot.places
+        places = self._chosen(slot)
         V = self.basis[places].to(changes.dtype).flatten(0, 1)
         identity, factor = (t[places].to(changes.dtype).flatten(0, 1) for t in (self.identity, self.factor))
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
@@ -88,6 +89,14 @@ class Stack:
             slot.energy += torch.stack(norms, dim=-1).double().square().view_as(slot.energy)
         flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
         return changes
+
+    def _chosen(self, slot: Slot) -> slice | Tensor:
+        """The bases of a slot's parts; numbers lie on the device, where a step that waits for nobody can read them."""
+        if slot.places == list(range(len(self.basis))):
+            return slice(None)
+        if slot.index is None or slot.index.device != self.basis.device:
+            slot.index = torch.tensor(slot.places, device=self.basis.device)
+        return slot.index
 
     def moved(self, slot: Slot, number: int) -> Tensor:
         """Squares of a part's updates, of their protected share, of what was applied, and of its share: (4,)."""

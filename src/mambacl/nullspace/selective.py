@@ -130,7 +130,7 @@ def defocus(module: nn.Module, name: str) -> Block | None:
 
     def rotate(dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with full_precision(dt):
-            return dt, module.rotate(at_least_float32(B)), module.rotate(at_least_float32(C))
+            return dt, module.rotate(B.unsqueeze(2)).squeeze(2), module.rotate(C.unsqueeze(2)).squeeze(2)
 
     return mamba_block(module, name, finish=rotate, scale=module.config.delta_scale_factor)
 

@@ -1,6 +1,7 @@
 """`selective_scan`: checks the inputs, picks a backend, adds what surrounds the recurrence (D, z, bias, softplus).
 
-The recurrence itself is one PyTorch operator with a registered backward, so that `torch.compile` takes it as a whole.
+The recurrence itself is a PyTorch operator with a registered backward (`operators`), so that `torch.compile` takes it
+as a whole.
 """
 
 import math
@@ -10,17 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambacl import fused
 from mambacl.errors import UserError
-from mambacl.scan import native, torch_loop
+from mambacl.scan import native, operators, triton_scan
 from mambacl.scan.reference import selective_scan_reference
 
-BACKENDS = {"torch": torch_loop, "native": native}
 ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # forces a backend wherever the caller left the choice open
 
 
 def available_backends() -> list[str]:
     """The values of `backend` that work on this machine."""
-    return ["auto", "reference", "torch"] + (["native"] if native.library() is not None else [])
+    compiled = ["native"] if native.library() is not None else []
+    return ["auto", "reference", "torch", *compiled] + (["triton"] if _triton_runs() else [])
+
+
+def _triton_runs() -> bool:
+    return fused.switch.available() and (torch.cuda.is_available() or triton_scan.interpreted())
 
 
 def selective_scan(
@@ -40,7 +46,8 @@ def selective_scan(
 
     u, delta (b, d, l); A (d, n); B, C (d, n), (b, n, l) or (b, g, n, l); D, delta_bias (d,); z (b, d, l).
     Computed in float32, or in float64 when an input is float64; the output has u's dtype, the last state (b, d, n) the
-    dtype of the computation. `backend`: "auto", "reference", "torch" (any device) or "native" (C++, CPU).
+    dtype of the computation. `backend`: "auto", "reference", "torch" (any device), "native" (C++, CPU) or "triton"
+    (CUDA).
     """
     _check_shapes(u, delta, A, B, C, D, z, delta_bias)
     if not u.is_floating_point():
@@ -49,103 +56,93 @@ def selective_scan(
     for tensor in (u, delta, A, B, C, D, z, delta_bias):
         if tensor is not None:
             dtype = torch.promote_types(dtype, tensor.dtype)
-    x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
-    D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, delta_bias))
-
-    backend = chosen_backend(x, A, backend)
+    backend = chosen_backend(u, A, backend, dtype)
     if backend == "reference":
+        x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
+        D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, delta_bias))
         with torch.autocast(u.device.type, enabled=False):
             y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
     else:
-        B, C = _tokens_first(B, x), _tokens_first(C, x)
-        x, dt = x.mT.contiguous(), dt.mT.contiguous()  # (b, l, d) from here on: one layout for every operation
-        if bias is not None:
-            dt = dt + bias
-        if delta_softplus:
-            dt = F.softplus(dt)
-        y, last = scan_tokens(x, dt, A, B, C, backend)
-        if D is not None:
-            y = torch.addcmul(y, D, x)
-        if z is not None:
-            y = y * F.silu(z.mT.contiguous())
+        B, C = _tokens_first(B, u), _tokens_first(C, u)
+        x, dt = u.mT.contiguous(), delta.mT.contiguous()  # (b, l, d) from here on: one layout for every operation
+        if delta_bias is not None:
+            dt = dt.to(dtype) + delta_bias.to(dtype)
+        y, last = scan_tokens(x, dt, A.to(dtype), B, C, backend, softplus=delta_softplus)
+        if z is not None and D is not None:
+            y = fused.skip_gate(y, x, D, z.mT.contiguous())
+        else:
+            y = y if D is None else torch.addcmul(y, D.to(dtype), x.to(dtype))
+            y = y if z is None else y * F.silu(z.mT.contiguous().to(dtype))
         y = y.mT.contiguous()
     y = y.to(u.dtype)
     return (y, last) if return_last_state else y
 
 
 def scan_tokens(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, backend: str = "auto"
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    backend: str = "auto",
+    *,
+    softplus: bool = False,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence alone, in the layout that every backend works in: tokens before channels, no copies.
 
-    u, delta (b, l, d); A (d, n); B, C (b, l, g, n), all of one dtype, float32 or float64. Output (b, l, d), last
-    state (b, d, n).
+    u, delta (b, l, d); A (d, n); B, C (b, l, g, n), of any floating types: computed in float32, or in float64 when one
+    is float64. Output (b, l, d) and last state (b, d, n) in that dtype. With `softplus` the steps are softplus(delta);
+    `reverse` goes from the last token to the first.
     """
-    backend = chosen_backend(u, A, backend)
-    if backend == "reference":
-        y, last = selective_scan_reference(u.mT, delta.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1))
-        return y.mT, last
+    dtype = torch.float32
+    for tensor in (u, delta, A, B, C):
+        dtype = torch.promote_types(dtype, tensor.dtype)
     groups = math.lcm(B.shape[2], C.shape[2])  # a backend takes B and C in the same groups
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
-    y, last, _ = torch.ops.mambacl.scan(u, delta, A, B, C, backend)
-    return y, last
+    backend = chosen_backend(u, A, backend, dtype)
+    if backend == "triton":
+        y, last, _, _ = operators.scan_kernel(u, delta, A.float(), B, C, softplus, reverse)
+        return y, last
+    u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
+    if softplus:
+        delta = F.softplus(delta)
+    if reverse:
+        u, delta, B, C = (tensor.flip(1) for tensor in (u, delta, B, C))
+    if backend == "reference":
+        y, last = selective_scan_reference(u.mT, delta.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1))
+        y = y.mT
+    else:
+        y, last, _ = operators.scan(u, delta, A, B, C, backend)
+    return (y.flip(1) if reverse else y), last
 
 
-def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto") -> str:
-    """The backend that serves these inputs: the caller's choice, the environment's, or the fastest that can."""
+def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32) -> str:
+    """The backend that serves these inputs, computed in `dtype`: the caller's choice, the environment's, or the fastest
+    that can."""
+    states = A.shape[1]
+    on_gpu = dtype == torch.float32 and states <= triton_scan.MOST_STATES
+    on_cpu = native.supports(u, dtype, states)
     if backend == "auto":
         backend = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if backend == "auto":
-        return "native" if native.supports(u, A) else "torch"
-    if backend == "native" and not native.supports(u, A):
+        if on_gpu and fused.switch.takes_kernel(u, "auto"):
+            return "triton"
+        return "native" if on_cpu else "torch"
+    if backend == "native" and not on_cpu:
         raise UserError(
             f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {native.MOST_STATES} "
             "states; use backend='torch', or reinstall mambacl where a C++ compiler is present."
         )
-    if backend != "reference" and backend not in BACKENDS:
+    if backend == "triton" and not (on_gpu and fused.switch.takes_kernel(u, "triton")):
+        raise UserError(
+            f"The scan backend 'triton' needs CUDA tensors below float64 and at most {triton_scan.MOST_STATES} states; "
+            "use backend='torch'."
+        )
+    if backend not in ("reference", "torch", "native", "triton"):
         names = ", ".join(available_backends())
         raise UserError(f"There is no scan backend '{backend}'; choose one of {names}.")
     return backend
-
-
-@torch.library.custom_op("mambacl::scan", mutates_args=())
-def _scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, last state, and what the backend keeps for the backward besides its inputs."""
-    with torch.autocast(u.device.type, enabled=False):
-        y, last, kept = BACKENDS[backend].forward(u, delta, A, B, C)
-    return y.contiguous(), last.contiguous(), kept
-
-
-@torch.library.custom_op("mambacl::scan_backward", mutates_args=())
-def _scan_backward(
-    dy: Tensor, dlast: Tensor, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, kept: Tensor, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(u.device.type, enabled=False):
-        du, ddelta, dA, dB, dC = BACKENDS[backend].backward(dy, dlast, u, delta, A, B, C, kept)
-    return du.contiguous(), ddelta.contiguous(), dA.contiguous(), dB.contiguous(), dC.contiguous()
-
-
-@_scan.register_fake
-def _(u, delta, A, B, C, backend):  # type: ignore[no-untyped-def]
-    kept = BACKENDS[backend].kept_shape(u, A, B)
-    return u.new_empty(u.shape), u.new_empty(u.shape[0], *A.shape), u.new_empty(kept)
-
-
-@_scan_backward.register_fake
-def _(dy, dlast, u, delta, A, B, C, kept, backend):  # type: ignore[no-untyped-def]
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (u, delta, A, B, C))
-
-
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, output[2])
-
-
-def _differentiate(ctx, dy: Tensor, dlast: Tensor, dkept: Tensor):  # type: ignore[no-untyped-def]
-    return (*torch.ops.mambacl.scan_backward(dy, dlast, *ctx.saved_tensors, ctx.backend), None)
-
-
-_scan.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _tokens_first(M: Tensor, u: Tensor) -> Tensor:

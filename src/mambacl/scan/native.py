@@ -34,8 +34,8 @@ def built() -> bool:
     return library() is not None
 
 
-def supports(u: Tensor, A: Tensor) -> bool:
-    fits = u.device.type == "cpu" and u.dtype in (torch.float32, torch.float64) and A.shape[1] <= MOST_STATES
+def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:
+    fits = u.device.type == "cpu" and dtype in (torch.float32, torch.float64) and states <= MOST_STATES
     return fits and built()
 
 

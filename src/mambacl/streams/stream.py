@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mambacl.errors import UserError
+from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
 from mambacl.streams.data import DataSet, Images, open_dataset
 from mambacl.streams.orders import class_order, split_into_tasks
 from mambacl.streams.transforms import TransformConfig, Transforms
@@ -40,7 +41,8 @@ class StreamConfig:
 
 class Stream:
     """Labels are positions: class c of the data set has the label `class_order.index(c)`, so that task after task the
-    classifier grows at its end. `seed` fixes the order of the images and their augmentation."""
+    classifier grows at its end. `seed` fixes the order of the images and their augmentation. Batches lie on `device`
+    where the transforms' engine is the batched one (on a GPU, unless the other is named), else on the CPU."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Stream:
         order_seed: int | None = None,
         seed: int = 0,
         workers: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.dataset, self.transforms, self.seed, self.workers = dataset, transforms, seed, workers
         self.class_order = class_order(order, len(dataset.class_names), order_seed)
@@ -58,6 +61,10 @@ class Stream:
         self._label = np.argsort(self.class_order)  # class number -> label
         self._train = [np.flatnonzero(np.isin(dataset.train.labels, task)) for task in self.tasks]
         self._test = [np.flatnonzero(np.isin(dataset.test.labels, task)) for task in self.tasks]
+        device = torch.device(device)
+        self._batched: BatchedTransforms | None = None
+        if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
+            self._batched, self._shelf = BatchedTransforms(transforms, device), Shelf(device)
 
     def first_label(self, task: int) -> int:
         return sum(len(classes) for classes in self.tasks[:task])
@@ -72,22 +79,42 @@ class Stream:
         """The task's images, shuffled and augmented; an epoch walks through them `repeats` times."""
         indices = self._train[task]
         positions = self._order(task, epoch, repeats * len(indices))
+        if self._batched is not None:
+            return self._train_blocks(task, positions % len(indices), batch_size, mixed(self.seed, task, epoch, 1))
         picks = [(int(indices[p % len(indices)]), mixed(self.seed, task, epoch, int(p))) for p in positions]
         return self._loader(self.dataset.train, picks, batch_size)
 
     def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
         """The task's training images as in evaluation, in the order of the data set: for the covariances."""
+        if self._batched is not None:
+            return self._train_blocks(task, np.arange(self.train_count(task)), batch_size, None)
         return self._loader(self.dataset.train, [(int(i), None) for i in self._train[task]], batch_size)
 
     def some_images(self, task: int, count: int) -> torch.Tensor:
         """So many of the task's training images, from all over it, as in evaluation."""
         indices = self._train[task]
         chosen = np.unique(np.linspace(0, len(indices) - 1, min(count, len(indices))).round().astype(int))
+        if self._batched is not None:
+            [(images, _)] = self._train_blocks(task, chosen, len(chosen), None)
+            return images
         [(images, _)] = self._loader(self.dataset.train, [(int(i), None) for i in indices[chosen]], len(chosen))
         return images
 
     def test_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
+        if self._batched is not None:
+            images, indices = self.dataset.test, self._test[task]
+            decoded = self._shelf.test(task, images, indices)
+            labels = self._label[images.labels[indices]]
+            return BatchedBatches(self._batched, decoded, np.arange(len(indices)), labels, batch_size, None)
         return self._loader(self.dataset.test, [(int(i), None) for i in self._test[task]], batch_size)
+
+    def _train_blocks(self, task: int, places: NDArray[np.int64], batch_size: int, seed: int | None) -> BatchedBatches:
+        """Of the task's training images those at `places`, in blocks on the device."""
+        assert self._batched is not None
+        images, indices = self.dataset.train, self._train[task]
+        labels = self._label[images.labels[indices[places]]]
+        decoded = self._shelf.train(task, images, indices)
+        return BatchedBatches(self._batched, decoded, places, labels, batch_size, seed)
 
     def _order(self, task: int, epoch: int, count: int) -> NDArray[np.int64]:
         return np.random.Generator(np.random.PCG64([self.seed, task, epoch])).permutation(count)
@@ -182,9 +209,15 @@ def mixed(*numbers: int) -> int:
 
 
 def open_stream(
-    config: StreamConfig, image_size: int, mean: list[float], std: list[float], seed: int, workers: int
+    config: StreamConfig,
+    image_size: int,
+    mean: list[float],
+    std: list[float],
+    seed: int,
+    workers: int,
+    device: torch.device | str = "cpu",
 ) -> Stream:
-    """The stream that a configuration names; `image_size`, `mean` and `std` are the backbone's."""
+    """The stream that a configuration names; `image_size`, `mean`, `std` and `device` are the backbone's."""
     dataset = open_dataset(config.dataset, config.root).limited(config.train_per_class)
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
@@ -196,4 +229,5 @@ def open_stream(
         config.order_seed,
         seed,
         workers,
+        device,
     )

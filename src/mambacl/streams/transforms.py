@@ -35,6 +35,9 @@ class TransformConfig:
     """of each channel, with pixels in 0..1; the backbone's own if empty"""
     std: list[float] | None = None
     """as the mean"""
+    engine: Literal["auto", "torchvision", "batched"] = "auto"
+    """who transforms: torchvision, image by image on the CPU; batched, whole blocks of images on the run's device, with
+    the same distributions; auto: batched on a GPU, torchvision on the CPU"""
 
     def __post_init__(self) -> None:
         if self.image_size is not None and self.image_size < 1:
@@ -57,6 +60,7 @@ class Transforms:
         self.std = torch.tensor(config.std or std).view(1, 3, 1, 1)
         self.augment = _augmentation(config.augment, self.size, self.mode)
         self.crops_itself = config.augment.startswith("autoaugment")
+        self.engine = config.engine
 
     def evaluate(self, image: Tensor) -> Tensor:
         return TF.center_crop(self._resized(image, self.resize), [self.size, self.size])

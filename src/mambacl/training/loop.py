@@ -23,6 +23,7 @@ from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
 from mambacl.training.recipe import Recipe
 from mambacl.training.schedule import lr_factor
+from mambacl.training.step import TrainingStep
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -57,13 +58,16 @@ class Loop:
         bf16: bool = False,
         seed: int = 0,
         audit_images: int = 0,
+        fast: bool = True,
     ) -> None:
-        """`header`: what results.json says about the run besides what the loop finds out."""
-        self.audit_images = audit_images
+        """`header`: what results.json says about the run besides what the loop finds out; `fast`: whether steps may be
+        recorded."""
+        self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
         self.display, self.header, self.device, self.bf16, self.seed = display, header, device, bf16, seed
         self.position = Position()
         self.optimizer: torch.optim.Optimizer | None = None
+        self.step: TrainingStep | None = None
         self.names: list[str] = []
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -91,11 +95,12 @@ class Loop:
             return
         if self.optimizer is None:
             self._new_optimizer()
+        self._new_step()
         for epoch in range(self.position.epoch, self.recipe.epochs):
             self._train_epoch(task, epoch)
             self.position.epoch = epoch + 1
             self._save()
-        self.optimizer = None
+        self.optimizer = self.step = None
 
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
@@ -103,19 +108,14 @@ class Loop:
         self.display.phase(place)
         batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
         steps = len(batches)  # type: ignore[arg-type]
-        loss_sum = torch.zeros((), device=self.device)
-        right = torch.zeros((), dtype=torch.int64, device=self.device)
-        images_seen = 0
+        assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
             done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
-            loss, correct = self._step(images, labels, lr_factor(recipe, done))
-            loss_sum += loss * len(images)
-            right += correct
-            images_seen += len(images)
+            self.step(images, labels, lr_factor(recipe, done))
             self.display.step()
-        loss_mean = float(loss_sum) / images_seen
-        accuracy = int(right) / images_seen
+        loss_sum, right, images_seen = self.step.take_sums()
+        loss_mean, accuracy = loss_sum / images_seen, right / images_seen
         seconds = time.perf_counter() - started
         if not np.isfinite(loss_mean):
             raise TrainingError(
@@ -128,18 +128,6 @@ class Loop:
         speed = images_seen / seconds
         self.display.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
 
-    def _step(self, images: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-        with self._autocast():
-            loss, correct = self.method.loss(images, labels)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach(), correct
-
     def _new_optimizer(self) -> None:
         self.names, groups = [], []
         rates = {"backbone": self.recipe.lr, "classifier": self.recipe.head_lr}
@@ -148,7 +136,13 @@ class Loop:
                 self.names += [name for name, _ in named]
                 rate = rates[role]
                 groups.append({"params": [p for _, p in named], "lr": rate, "base_lr": rate})
-        self.optimizer = self.method.wrap(make_optimizer(self.recipe, groups))
+        on_gpu = self.fast and self.device.type == "cuda"
+        self.optimizer = self.method.wrap(make_optimizer(self.recipe, groups, self.device if on_gpu else None))
+
+    def _new_step(self) -> None:
+        assert self.optimizer is not None
+        graphs = self.fast and self.method.recordable
+        self.step = TrainingStep(self.method, self.optimizer, self.device, self._autocast(), graphs)
 
     # The end of a task
 
@@ -243,12 +237,18 @@ class Loop:
 PHASES = ("train", "covariance", "decomposition", "evaluate")
 
 
-def make_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def make_optimizer(
+    recipe: Recipe, groups: list[dict[str, Any]], recorded_on: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """`recorded_on`: a GPU that is to record steps; Adam then keeps all it needs there, the learning rates too."""
     decay = recipe.weight_decay
+    fused = recorded_on is not None
+    if recorded_on is not None and recipe.optimizer != "sgd":
+        groups = [{**group, "lr": torch.tensor(group["lr"], device=recorded_on)} for group in groups]
     if recipe.optimizer == "adam":
-        return torch.optim.Adam(groups, weight_decay=decay)
+        return torch.optim.Adam(groups, weight_decay=decay, fused=fused, capturable=fused)
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, weight_decay=decay)
+        return torch.optim.AdamW(groups, weight_decay=decay, fused=fused, capturable=fused)
     return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mambacl import fused
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import HEADS, weights_file
 from mambacl.backbones.registry import MODELS
@@ -120,7 +121,8 @@ def evaluate(path: str | Path, batch_size: int | None = None, device: str | None
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
     parts, checkpoint = _at_task_end(folder, config)
-    counted = parts.loop(folder).evaluate(checkpoint.position.task - 1)
+    with _arithmetic(config):
+        counted = parts.loop(folder).evaluate(checkpoint.position.task - 1)
     return Evaluation(counted, checkpoint.position.correct[-1], parts.stream.test_counts()[: len(counted)])
 
 
@@ -128,10 +130,12 @@ def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
     """Audits a run as it was at the end of its latest task, and writes its audit.json: how far what each block made of
     the images that were kept has moved, and how much of each update fell into protected directions."""
     folder = RunFolder.existing(path)
-    parts, checkpoint = _at_task_end(folder, _on_device(folder.config(), device))
+    config = _on_device(folder.config(), device)
+    parts, checkpoint = _at_task_end(folder, config)
     if checkpoint.task_state:
         parts.method.load_task_state_dict(checkpoint.task_state)
-    return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
+    with _arithmetic(config):
+        return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
 
 
 def _at_task_end(folder: RunFolder, config: RunConfig) -> tuple["_Parts", checkpoints.Checkpoint]:
@@ -198,7 +202,7 @@ class _Parts:
         bf16 = config.precision == "bf16"
         return Loop(
             self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed,
-            config.audit_images,
+            config.audit_images, config.fast,
         )  # fmt: skip
 
 
@@ -214,11 +218,15 @@ def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
     data: Any = model.default_cfg
     stream = open_stream(
         config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
-        config.training.workers,
+        config.training.workers, device if config.fast else torch.device("cpu"),
     )  # fmt: skip
     model.eval()
-    with torch.no_grad():  # images that do not fit the model are noticed here, before anything is written
-        model(torch.zeros(1, 3, stream.transforms.size, stream.transforms.size))
+    try:  # images that do not fit the model are noticed here, before anything is written
+        with torch.no_grad():
+            model(torch.zeros(1, 3, stream.transforms.size, stream.transforms.size))
+    except UserError as error:
+        own = data["input_size"][-1]
+        raise UserError(f"{error} Set --stream.transforms.image_size; {config.backbone}'s own is {own}.") from None
     warm = config.training.heads == "warm-second"
     classifier = None
     if config.known_classes:  # after the first task it is in the checkpoints
@@ -257,7 +265,7 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
         logger.info("%s", parts.overview())
     loop = parts.loop(folder, done)
     try:
-        with _terminable(), loop.display:
+        with _terminable(), _arithmetic(config), loop.display:
             results = loop.run(checkpoint)
             auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
             return Run(folder.path, results)
@@ -295,7 +303,7 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
                 yield prefix + key, value
 
     a, b = dict(flat(one.as_dict())), dict(flat(other.as_dict()))
-    immaterial = {"out", "device", "training.workers", "training.eval_batch_size"}
+    immaterial = {"out", "device", "fast", "training.workers", "training.eval_batch_size"}
     return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in immaterial]
 
 
@@ -318,6 +326,19 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise UserError(f"There is no device '{name}' here: use --device auto, or cpu.")
     return device
+
+
+@contextmanager
+def _arithmetic(config: RunConfig) -> Iterator[None]:
+    """How a run computes: with kernels or their plain twins, with or without TF32."""
+    before = torch.get_float32_matmul_precision()
+    if config.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        with nullcontext() if config.fast else fused.switch.plain():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""Part `inference`: milliseconds an image, with a classifier, one image at a time and many."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mambacl.bench.models import autocast, build, free_memory, images, make_loop, products, setting
+from mambacl.bench.result import Result, Row
+from mambacl.bench.sizes import Case, Sizes
+from mambacl.bench.timing import Clock
+from mambacl.methods import Method
+
+NOTES = ("A call that is waited for, images at hand. Mamba-CL adds nothing to it but its classifiers.",)
+
+
+def measure(clock: Clock, sizes: Sizes) -> Result:
+    result = Result(f"Inference on {clock.device.type}", notes=list(NOTES))
+    for case in sizes.inference:
+        for name in sizes.precisions:
+            result.rows += _rows(clock, case, name)
+            free_memory()
+    return result
+
+
+def _rows(clock: Clock, case: Case, name: str) -> list[Row]:
+    model = build(case, clock.device)
+    method = make_loop("frozen", model, setting("paper")).method
+    rows: list[Row] = []
+    for batch in case.batches:
+        given = images(case, model, batch)
+        with products(name):
+            seconds = clock.wall(partial(_predict, method, given, name))
+        rows.append({
+            "model": case.model,
+            "batch": batch,
+            "precision": name,
+            "call_ms": 1e3 * seconds,
+            "ms_an_image": 1e3 * seconds / batch,
+            "images_a_second": batch / seconds,
+        })  # fmt: skip
+    return rows
+
+
+@torch.no_grad()
+def _predict(method: Method, given: Tensor, name: str) -> Tensor:
+    with autocast(name, given.device):
+        return method.predict(given)

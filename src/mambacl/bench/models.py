@@ -1,0 +1,108 @@
+"""Models with random weights, and what the parts that time them share."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.backbones import create_model
+from mambacl.bench.sizes import Case
+from mambacl.errors import UserError
+from mambacl.methods import METHODS, Method, Setup, Task
+from mambacl.nullspace import Setting
+from mambacl.nullspace.settings import setting_named
+from mambacl.scan.dispatch import ENVIRONMENT_VARIABLE
+from mambacl.training.display import Display
+from mambacl.training.loop import Loop
+from mambacl.training.recipe import Recipe
+
+PROTECTED = 0.1  # share of the directions that are protected
+CLASSES = 10
+T = TypeVar("T")
+
+
+def build(case: Case, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return create_model(case.model, num_classes=0, **case.options).eval()
+
+
+def pixels(case: Case, model: nn.Module) -> int:
+    configured = cast(Any, model).default_cfg
+    return case.pixels or configured["input_size"][-1]
+
+
+def images(case: Case, model: nn.Module, batch: int) -> Tensor:
+    """Normalized noise, where the model is."""
+    size, device = pixels(case, model), next(model.parameters()).device
+    return torch.randn(batch, 3, size, size, generator=torch.Generator(device).manual_seed(1), device=device)
+
+
+def setting(name: str) -> Setting:
+    """A named setting that protects the share of directions of this bench, whatever the features."""
+    return setting_named(name).override(rank=f"fraction:{1 - PROTECTED}")
+
+
+def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool = False) -> Loop:
+    """The product's own loop in its first task, without a stream or a folder: its steps can be taken by hand."""
+    device = next(model.parameters()).device
+    method: Method = METHODS.get(method_name)(model, Setup(setting))
+    method.start_task(Task(0, CLASSES, 0, seed=0))
+    nothing: Any = None
+    return Loop(method, nothing, Recipe(), nothing, Display("", 0, 0), {}, device, bf16)
+
+
+def first_that_fits(case: Case, measure: Callable[[int], T]) -> T:
+    """What `measure` says of the largest batch that fits into memory."""
+    for batch in case.batches:
+        try:
+            return measure(batch)
+        except torch.cuda.OutOfMemoryError:
+            pass
+        free_memory()
+    raise UserError(f"{case.model} does not fit into this GPU's memory, with {case.batches[-1]} images neither.")
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """For a forward pass by itself, as in the loop: bf16 under PyTorch's autocast, the others as they are."""
+    return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
+
+
+@contextmanager
+def products(name: str) -> Iterator[None]:
+    """tf32: products of float32 matrices in the tensor cores' own way; the others in full."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Plain PyTorch everywhere: the twins of the fused kernels, and the PyTorch scan."""
+    try:
+        from mambacl.fused.switch import plain
+    except ImportError:
+        plain = nullcontext  # type: ignore[assignment]
+    before = os.environ.get(ENVIRONMENT_VARIABLE)
+    os.environ[ENVIRONMENT_VARIABLE] = "torch"
+    try:
+        with plain():
+            yield
+    finally:
+        if before is None:
+            del os.environ[ENVIRONMENT_VARIABLE]
+        else:
+            os.environ[ENVIRONMENT_VARIABLE] = before

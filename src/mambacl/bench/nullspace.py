@@ -1,0 +1,212 @@
+"""Parts `projection` and `decomposition`: what the null space costs, against the plain way of doing it.
+
+Projecting a step by batched products with low-rank bases, against a loop over dense matrices; decomposing after a task
+by one `eigh` a feature, against one SVD a parameter; and `mambacl plan`'s prediction of both. The model has random
+weights, its covariances random features: the times depend on neither.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.backbones import create_model
+from mambacl.bench.models import PROTECTED, build, free_memory, pixels, setting
+from mambacl.bench.result import Result, Row
+from mambacl.bench.sizes import Case, Sizes
+from mambacl.bench.timing import Clock
+from mambacl.nullspace import NullSpace, dense_projector
+from mambacl.nullspace.elementwise import Box
+from mambacl.nullspace.gathering import Gathered, Key
+from mambacl.nullspace.plan import Plan, make_plan
+from mambacl.nullspace.projectors import decompose
+
+SETTINGS = ("paper", "exact")
+SAMPLE = 20  # parameters whose SVD is timed; the rest is taken to be alike
+PROJECTION_NOTES = (
+    "A tenth of the directions protected. adam: the optimizer's step alone; projected: the same step projected; "
+    "projection: remembering and projecting alone; dense loop: the same as one dense product a parameter. largest "
+    "difference: of a projected update from the dense loop's, relative. planned: by `mambacl plan`.",
+)
+DECOMPOSITION_NOTES = (
+    f"After a task, all blocks. eigh: once a feature, as here. SVD: once a parameter, from a sample of {SAMPLE}. "
+    "planned: by `mambacl plan`.",
+)
+
+
+def random_features(space: NullSpace) -> Gathered:
+    """A covariance with a falling spectrum for each feature; what is protected element by element stays as it is."""
+    named, device = dict(space.model.named_parameters()), next(space.model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    covariances: dict[Key, Tensor] = {}
+    for part, key in space.projected():
+        groups, _, size = part.matrix(named[part.parameter]).shape
+        if key not in covariances:
+            rows = torch.randn(groups, 2 * size, size, generator=generator, device=device, dtype=torch.float64)
+            rows *= torch.logspace(0, -3, size, device=device, dtype=torch.float64)
+            covariances[key] = rows.mT @ rows if groups > 1 else rows[0].T @ rows[0]
+    fixed = {part.name: part.of(named[part.parameter]).detach() for _, part, w in space.protected() if w.elementwise}
+    return Gathered(covariances, {name: Box(A.clone(), A.clone()) for name, A in fixed.items()})
+
+
+def fill_with_random(space: NullSpace) -> Gathered:
+    """The space as after a task."""
+    gathered = random_features(space)
+    space.take([gathered], 1, [])
+    return gathered
+
+
+def measure_projection(clock: Clock, sizes: Sizes) -> Result:
+    result = Result(f"Projection of a step on {clock.device.type}", notes=list(PROJECTION_NOTES))
+    for case in sizes.nullspace:
+        for name in SETTINGS:
+            result.rows.append(_projection(clock, case, name))
+            free_memory()
+    return result
+
+
+def _projection(clock: Clock, case: Case, name: str) -> Row:
+    model = build(case, clock.device)
+    space = NullSpace(model, setting(name))
+    fill_with_random(space)
+    plan, bank = _plan(case, space, model), space.bank
+    assert bank is not None
+    tensors = dict(model.named_parameters())
+    dense = {part: projector.dense() for part, projector in space.projectors().items()}
+    difference = _largest_difference(space, dense, tensors)
+    seconds = clock.in_turn({
+        "projection": lambda: space.project(tensors, tensors),
+        "dense_loop": lambda: project_by_loop(space, dense, _copied(space, tensors), tensors),
+    })  # fmt: skip
+    dense.clear()
+    steps = _steps(clock, space)
+    row: Row = {"model": case.model, "setting": name}
+    row |= {f"{key}_ms": 1e3 * value for key, value in {**steps, **seconds}.items()}
+    if clock.device.type == "cuda":
+        row["projection_on_device_ms"] = 1e3 * clock.on_device(lambda: space.project(tensors, tensors)).seconds
+    row |= {
+        "dense_loop_/_projection": seconds["dense_loop"] / seconds["projection"],
+        "projected_/_adam": steps["projected"] / steps["adam"],
+        "projectors_MB": bank.nbytes() / 1e6,
+        "dense_MB": plan.dense_bytes / 1e6,
+        "planned_/_held": plan.projector_bytes / bank.nbytes(),
+        "largest_difference": difference,
+    }
+    return row | _step_memory(clock, space, plan)
+
+
+def _steps(clock: Clock, space: NullSpace) -> dict[str, float]:
+    """Adam's step, plain and projected, each with an optimizer of its own."""
+    for parameter in space.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    plain, wrapped = _adam(space, clock.device), space.wrap(_adam(space, clock.device))
+    return clock.in_turn({"adam": plain.step, "projected": wrapped.step})
+
+
+def _adam(space: NullSpace, device: torch.device) -> torch.optim.Optimizer:
+    return torch.optim.Adam(space.parameters(), lr=1e-4, fused=device.type == "cuda")
+
+
+def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
+    """What a projected step needs besides what is there between steps, on a GPU."""
+    if clock.device.type != "cuda":
+        return {}
+    tensors = dict(space.model.named_parameters())
+    clock.synchronize()
+    torch.cuda.reset_peak_memory_stats(clock.device)
+    rest = torch.cuda.memory_allocated(clock.device)
+    clock.once(lambda: space.project(tensors, tensors))
+    held = torch.cuda.max_memory_allocated(clock.device) - rest
+    return {"step_MB": held / 1e6, "planned_/_step": plan.step_bytes / max(1, held)}
+
+
+@torch.no_grad()
+def project_by_loop(
+    space: NullSpace, matrices: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> None:
+    """The textbook way: one dense product after another."""
+    for _, part in space.parts():
+        if part.name in matrices:
+            P, then, now = matrices[part.name], part.of(old[part.parameter]), part.of(new[part.parameter])
+            now.copy_(then + (P @ (now - then) if part.side == "left" else (now - then) @ P))
+
+
+def _copied(space: NullSpace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[name].detach().clone() for name in space.trained_names()}
+
+
+@torch.no_grad()
+def _largest_difference(space: NullSpace, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> float:
+    """Of updates from nothing, projected both ways."""
+    assert space.bank is not None
+    nothing = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    batched = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
+    looped = {name: tensor.clone() for name, tensor in batched.items()}
+    space.bank.project(nothing, batched, counted=False)
+    project_by_loop(space, dense, nothing, looped)
+    names = space.trained_names()
+    return max(((batched[name] - looped[name]).norm() / looped[name].norm()).item() for name in names)
+
+
+def measure_decomposition(clock: Clock, sizes: Sizes) -> Result:
+    result = Result(f"Decomposition after a task on {clock.device.type}", notes=list(DECOMPOSITION_NOTES))
+    _warm_up(clock.device)
+    for case in sizes.nullspace:
+        for name in SETTINGS:
+            result.rows.append(_decomposition(clock, case, name))
+            free_memory()
+    return result
+
+
+def _decomposition(clock: Clock, case: Case, name: str) -> Row:
+    model = build(case, clock.device)
+    space = NullSpace(model, setting(name))
+    gathered = random_features(space)
+    seconds = clock.once(lambda: space.take([gathered], 1, []))
+    svd = _svd_seconds(clock, space, gathered)
+    plan = _plan(case, space, model, clock.device)
+    planned = plan.decomposition_seconds
+    assert planned is not None
+    held = sum(covariance.nbytes for covariance in gathered.covariances.values())
+    return {
+        "model": case.model,
+        "setting": name,
+        "matrices": sum(plan.matrices.values()),
+        "largest": max(plan.matrices),
+        "eigh_s": seconds,
+        "SVD_s": svd,
+        "planned_s": planned,
+        "SVD_/_eigh": svd / seconds,
+        "planned_/_eigh": planned / seconds,
+        "covariances_MB": held / 1e6,
+        "planned_/_held": plan.covariance_bytes / held,
+    }
+
+
+def _svd_seconds(clock: Clock, space: NullSpace, gathered: Gathered) -> float:
+    """The plain way: a dense matrix a parameter, from an SVD of its own."""
+    keys = {part.name: key for part, key in space.projected()}
+    sample, found = list(keys.items())[:SAMPLE], space.decompositions()
+    clock.synchronize()
+    started = time.perf_counter()
+    for name, key in sample:
+        dense_projector(gathered.covariances[key], found[name].rank, space.setting.eta, "none")
+    clock.synchronize()
+    return (time.perf_counter() - started) / len(sample) * len(keys)
+
+
+def _warm_up(device: torch.device) -> None:
+    """Libraries set themselves up at the first use."""
+    square = torch.randn(64, 64, device=device, dtype=torch.float64)
+    decompose([square.T @ square], "energy:0.9")
+    torch.linalg.svd(square)
+
+
+def _plan(case: Case, space: NullSpace, model: nn.Module, calibrate_on: torch.device | None = None) -> Plan:
+    size = pixels(case, model)
+    with torch.device("meta"):
+        shadow: Any = create_model(case.model, num_classes=0, **case.options)
+        images = torch.empty(1, 3, size, size)
+    return make_plan(NullSpace(shadow, space.setting), images, PROTECTED, calibrate_on=calibrate_on)

@@ -1,0 +1,100 @@
+"""What a part of the bench found: rows of named figures, as a table and as JSON alike."""
+
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mambacl.reports.rendering import to_text
+from mambacl.reports.tables import Column, Table
+from mambacl.training.loop import versions
+
+Figure = str | bool | int | float | None
+Row = dict[str, Figure]
+
+
+@dataclass
+class Result:
+    title: str
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()
+    """columns that the table does without"""
+
+    def columns(self) -> list[str]:
+        """Those of the table: with a figure in some row."""
+        names = dict.fromkeys(name for row in self.rows for name in row if name not in self.left_out)
+        return [name for name in names if any(row.get(name) is not None for row in self.rows)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"title": self.title, "rows": self.rows, "notes": self.notes}
+
+
+def text(result: Result, width: int = 120) -> str:
+    """A table, however wide, with its notes below."""
+    names = result.columns()
+    columns = tuple(Column(name.replace("_", " "), text=_holds_words(result.rows, name)) for name in names)
+    rows = tuple(tuple(shown(row.get(name)) for name in names) for row in result.rows)
+    notes = [textwrap.fill(note, width, break_on_hyphens=False) for note in result.notes]
+    return to_text(Table(result.title, columns, rows, tuple(notes)), sys.maxsize)
+
+
+def _holds_words(rows: Sequence[Row], name: str) -> bool:
+    return any(isinstance(row.get(name), (str, bool)) for row in rows)
+
+
+def shown(figure: Figure) -> str | None:
+    """A figure with three digits that count."""
+    if isinstance(figure, bool):
+        return "yes" if figure else "no"
+    if isinstance(figure, float):
+        return f"{figure:.0f}" if abs(figure) >= 1000 else f"{figure:.3g}"
+    return None if figure is None else str(figure)
+
+
+def record(device: torch.device, options: Mapping[str, Any], copies: float, parts: Mapping[str, Result]) -> dict:
+    """Everything that was found, and where."""
+    return {
+        "schema": 1,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(device),
+        "versions": all_versions(),
+        "options": dict(options),
+        "copy_bytes_per_second": copies,
+        "parts": {name: result.as_dict() for name, result in parts.items()},
+    }
+
+
+def machine(device: torch.device) -> dict[str, Figure]:
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not on Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def all_versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {**versions(), "cuda": torch.version.cuda}
+    try:
+        return {**found, "triton": version("triton")}
+    except PackageNotFoundError:
+        return found

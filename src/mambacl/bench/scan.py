@@ -1,0 +1,132 @@
+"""Part `scan`: the recurrence alone, forward and backward, by each backend, against the bytes that must move."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mambacl.bench.models import free_memory
+from mambacl.bench.result import Result, Row
+from mambacl.bench.shapes import MAMBA_SSM, MAMBA_SSM_GPU, MAMBA_SSM_MS, Shape
+from mambacl.bench.sizes import Sizes
+from mambacl.bench.timing import Clock
+from mambacl.errors import UserError
+from mambacl.scan import available_backends, scan_tokens
+
+LEFT_OUT = ("size", "floor_forward_ms", "floor_backward_ms")
+NOTES = (
+    "floor: u, delta, A, B, C read once and y written once (backward: these and dy read, a gradient of each input "
+    "written), at the speed of a copy measured in this run ({speed:.3g} GB/s); inputs, outputs and gradients in the "
+    "inputs' type, A in float32. Small shapes may stay in the cache and beat it.",
+    "over fastest: forward and backward together, against the fastest backend for that shape and type. All compute in "
+    "float32; making it out of bfloat16 is part of the time.",
+)
+GPU_NOTES = (
+    "queued: the GPU never waited for Python. alone: forward and backward of a call that is waited for, launches "
+    "included.",
+)
+MAMBA_SSM_NOTE = (
+    f"mamba-ssm / ours: recorded times of {MAMBA_SSM}, divided by ours; above 1, ours is faster. Its figures for vim-s "
+    "and language seem to include the gate z, which is outside of this scan."
+)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One scan to time: inputs and a backend."""
+
+    inputs: list[Tensor]
+    backend: str
+
+    def forward(self) -> Tensor:
+        u, delta, A, B, C = self.inputs
+        return scan_tokens(u, delta, A, B, C, backend=self.backend)[0]
+
+    def backward_of_one(self) -> Callable[[], object]:
+        y = self.forward()
+        dy = torch.ones_like(y)
+        return lambda: torch.autograd.grad(y, self.inputs, dy, retain_graph=True)
+
+
+def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
+    """`speed`: bytes in a second that a copy reads and writes."""
+    result = Result(f"Selective scan on {clock.device.type}", left_out=LEFT_OUT)
+    backends = [name for name in available_backends() if name != "auto"]
+    for name, shape in sizes.shapes.items():
+        for dtype in sizes.inputs:
+            found = [_row(clock, name, shape, dtype, backend, speed, result) for backend in backends]
+            rows = [row for row in found if row is not None]
+            fastest = min((_total(row) for row in rows), default=1.0)
+            for row in rows:
+                row["over_fastest"] = _total(row) / fastest
+                _compare(row, clock.device)
+            result.rows += rows
+    on_gpu = clock.device.type == "cuda"
+    notes = [*NOTES, *(GPU_NOTES if on_gpu else ())]
+    listed = "; ".join(f"{name}: {shape}" for name, shape in sizes.shapes.items())
+    result.notes[:0] = [listed, *(note.format(speed=speed / 1e9) for note in notes)]
+    if any("mamba-ssm_/_ours_forward" in row for row in result.rows):
+        result.notes.append(MAMBA_SSM_NOTE)
+    return result
+
+
+def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed: float, result: Result) -> Row | None:
+    """None where the backend does not serve this device, or memory does not suffice."""
+    free_memory()
+    if backend == "reference" and shape.graph_bytes() > _free_bytes(clock.device) / 2:
+        result.notes.append(f"{name}: the graph of the reference does not fit into memory.")
+        return None
+    scan = Scan(shape.inputs(clock.device, getattr(torch, dtype)), backend)
+    floors = [count / speed for count in shape.floor_bytes(scan.inputs[0].element_size())]
+    try:
+        forward = clock.on_device(scan.forward)
+        backward = clock.on_device(scan.backward_of_one())
+    except UserError:
+        return None
+    except torch.cuda.OutOfMemoryError:
+        result.notes.append(f"{name}: {backend} does not fit into memory.")
+        return None
+    row: Row = {
+        "shape": name,
+        "size": str(shape),
+        "inputs": dtype,
+        "backend": backend,
+        "forward_ms": 1e3 * forward.seconds,
+        "backward_ms": 1e3 * backward.seconds,
+        "floor_forward_ms": 1e3 * floors[0],
+        "floor_backward_ms": 1e3 * floors[1],
+        "forward_/_floor": forward.seconds / floors[0],
+        "backward_/_floor": backward.seconds / floors[1],
+    }
+    if clock.device.type == "cuda":
+        row["alone_ms"] = 1e3 * (forward.alone + backward.alone)
+        row["queued"] = forward.queued and backward.queued
+    return row
+
+
+def _total(row: Row) -> float:
+    forward, backward = row["forward_ms"], row["backward_ms"]
+    assert isinstance(forward, float) and isinstance(backward, float)
+    return forward + backward
+
+
+def _compare(row: Row, device: torch.device) -> None:
+    """With mamba-ssm's kernels, where they were timed on this kind of GPU."""
+    if device.type != "cuda" or MAMBA_SSM_GPU not in torch.cuda.get_device_name(device):
+        return
+    recorded = MAMBA_SSM_MS.get(str(row["shape"]), {}).get(str(row["inputs"]))
+    for way, theirs in zip(("forward", "backward"), recorded or (), strict=False):
+        ours = row[f"{way}_ms"]
+        assert isinstance(ours, float)
+        row[f"mamba-ssm_/_ours_{way}"] = theirs / ours
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 4 << 30

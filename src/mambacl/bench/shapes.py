@@ -1,0 +1,75 @@
+"""Scans by name: the shapes of the models, and what mamba-ssm's kernels took for them on an H200."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    channels: int
+    length: int
+    states: int
+    groups: int = 1
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """u, delta (b, l, d), A (d, n), in float32 always, B, C (b, l, g, n); steps as in a trained model."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        tokens, matrices = (self.batch, self.length, self.channels), (self.batch, self.length, self.groups, self.states)
+        delta = torch.nn.functional.softplus(normal(*tokens) - 3.0)
+        A = -torch.arange(1.0, self.states + 1, device=device).repeat(self.channels, 1)
+        made = [normal(*tokens).to(dtype), delta.to(dtype), A, normal(*matrices).to(dtype), normal(*matrices).to(dtype)]
+        return [tensor.requires_grad_() for tensor in made]
+
+    def floor_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Forward and backward: u, delta, A, B, C read and y written; the same and dy read, a gradient of each input
+        written. The last state and what a forward keeps for its backward do not count."""
+        tokens = self.batch * self.length * self.channels * itemsize
+        matrices = self.batch * self.length * self.groups * self.states * itemsize
+        inputs = 2 * tokens + 2 * matrices + 4 * self.channels * self.states
+        return inputs + tokens, 2 * inputs + tokens
+
+    def graph_bytes(self) -> int:
+        """What autograd keeps for the plain reference: about four states a step."""
+        return 16 * self.batch * self.channels * self.states * self.length
+
+    def __str__(self) -> str:
+        channels = f"{self.groups}x{self.channels // self.groups}" if self.groups > 1 else str(self.channels)
+        return f"B {self.batch} D {channels} L {self.length} N {self.states}"
+
+
+SHAPES: dict[str, Shape] = {
+    "defocus-l": Shape(200, 2048, 145, 16),
+    "defocus-l-50": Shape(50, 2048, 145, 16),
+    "vim-s": Shape(64, 768, 197, 16),
+    "vmamba-1": Shape(64, 4 * 192, 3136, 1, groups=4),
+    "vmamba-2": Shape(64, 4 * 384, 784, 1, groups=4),
+    "vmamba-3": Shape(64, 4 * 768, 196, 1, groups=4),
+    "vmamba-4": Shape(64, 4 * 1536, 49, 1, groups=4),
+    "vmamba-v0": Shape(64, 4 * 192, 3136, 16, groups=4),
+    "mambavision": Shape(64, 320, 196, 8),
+    "language": Shape(8, 1536, 2048, 16),
+    "nano": Shape(200, 384, 65, 16),
+    "cpu": Shape(2, 768, 197, 16),
+}
+
+MAMBA_SSM = "mamba-ssm's CUDA kernels, H200, torch 2.11"
+MAMBA_SSM_GPU = "H200"
+MAMBA_SSM_MS: dict[str, dict[str, tuple[float, float]]] = {  # forward and backward, ms
+    "defocus-l-50": {"float32": (0.72, 2.14), "bfloat16": (0.74, 2.09)},
+    "defocus-l": {"float32": (2.84, 8.46), "bfloat16": (2.94, 8.35)},
+    "vim-s": {"float32": (0.387, 1.224), "bfloat16": (0.396, 1.204)},
+    "vmamba-1": {"float32": (1.10, 2.54), "bfloat16": (1.05, 2.65)},
+    "vmamba-2": {"float32": (0.56, 1.38), "bfloat16": (0.53, 1.36)},
+    "vmamba-3": {"float32": (0.30, 0.89), "bfloat16": (0.29, 0.87)},
+    "vmamba-4": {"float32": (0.32, 0.92), "bfloat16": (0.31, 0.90)},
+    "vmamba-v0": {"float32": (6.20, 18.0), "bfloat16": (5.33, 19.4)},
+    "mambavision": {"float32": (0.094, 0.287), "bfloat16": (0.095, 0.285)},
+    "language": {"float32": (0.878, 2.030), "bfloat16": (0.447, 1.744)},
+}

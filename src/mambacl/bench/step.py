@@ -1,0 +1,92 @@
+"""Part `step`: a training step of the product's own loop, in plain fine-tuning and projected."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.bench.models import CLASSES, build, first_that_fits, free_memory, images, make_loop, products, setting
+from mambacl.bench.nullspace import fill_with_random
+from mambacl.bench.result import Result, Row
+from mambacl.bench.sizes import Case, Sizes
+from mambacl.bench.timing import Clock
+from mambacl.methods.mamba_cl import MambaCL
+from mambacl.training.step import WARM_UP
+
+METHODS = {"sequential": "sequential", "projected": "mamba-cl"}
+IN_A_ROW = 5  # steps before anybody waits for the GPU, as in training
+PATIENCE = 4  # times the usual: the difference of two times is wanted
+NOTES = (
+    "Loss, backward and optimizer, images at hand; sequential: plain fine-tuning of the same parameters; projected: "
+    "Mamba-CL with the setting paper and a tenth of the directions protected. Steps of both in turn, in one run.",
+)
+GPU_NOTE = (
+    "recorded: the loop replayed both as CUDA graphs. peak GB: of the GPU's memory in a step that is not, each method "
+    "by itself; Mamba-CL's covariances are part of it."
+)
+
+
+def measure(clock: Clock, sizes: Sizes) -> Result:
+    on_gpu = clock.device.type == "cuda"
+    result = Result(f"Training step on {clock.device.type}", notes=[*NOTES, *([GPU_NOTE] if on_gpu else [])])
+    for case in sizes.step:
+        for name in sizes.precisions:
+            result.rows.append(first_that_fits(case, partial(_row, clock, case, name)))
+            free_memory()
+    return result
+
+
+def _row(clock: Clock, case: Case, name: str, batch: int) -> Row:
+    model = build(case, clock.device)
+    given = images(case, model, batch)
+    labels = torch.arange(batch, device=clock.device) % CLASSES
+    with products(name):  # the loop has an autocast of its own
+        peaks = {}
+        for key, method in METHODS.items():
+            peaks[key] = _peak(clock, partial(_stepper, method, model, given, labels, name))
+            free_memory()
+        steps = {key: _stepper(method, model, given, labels, name) for key, method in METHODS.items()}
+        for step in steps.values():
+            _warm_up(clock, step)
+        seconds = replace(clock, budget=PATIENCE * clock.budget).in_turn(steps, IN_A_ROW)
+    row: Row = {"model": case.model, "batch": batch, "precision": name}
+    row |= {f"{key}_ms": 1e3 * seconds[key] for key in METHODS}
+    row["per_cent_slower"] = 100 * (seconds["projected"] / seconds["sequential"] - 1)
+    row["images_a_second"] = batch / seconds["projected"]
+    if clock.device.type == "cuda":
+        row["recorded"] = all(getattr(step.func, "_recorded", None) is not None for step in steps.values())
+    row |= {f"peak_GB_{key}": None if peak is None else peak / 1e9 for key, peak in peaks.items()}
+    return row
+
+
+def _stepper(method: str, model: nn.Module, given: Tensor, labels: Tensor, name: str) -> partial[None]:
+    """A step of the loop, the next at each call."""
+    loop = make_loop(method, model, setting("paper"), bf16=name == "bf16")
+    if isinstance(loop.method, MambaCL):
+        fill_with_random(loop.method.space)
+    loop._new_optimizer()
+    loop._new_step()
+    assert loop.step is not None
+    return partial(loop.step, given, labels, 1.0)
+
+
+def _warm_up(clock: Clock, step: partial[None]) -> None:
+    """The loop records a step after the first few, if memory has had room enough since a run began."""
+    if clock.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(clock.device)
+    for _ in range(WARM_UP + 1):
+        step()
+
+
+def _peak(clock: Clock, make: Callable[[], partial[None]]) -> int | None:
+    """Bytes on the GPU in the second step, which finds the optimizer set up and is not recorded yet. Of a process it
+    could not be told apart."""
+    if clock.device.type != "cuda":
+        return None
+    step = make()
+    step()
+    torch.cuda.reset_peak_memory_stats(clock.device)
+    clock.once(step)
+    return torch.cuda.max_memory_allocated(clock.device)

@@ -1,0 +1,115 @@
+"""How long a call takes, and how fast this machine copies memory.
+
+On a GPU, two questions differ. `on_device`: how long the GPU works. Calls are queued behind a short sleep of the GPU,
+so that Python's own time for launching them is over before the first begins. `wall`: how long until a caller who waits
+has the result. On the CPU they are one. Every figure is the median of several repeats, after a warm-up in which kernels
+are compiled.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+MOST_CALLS = 20  # queued at once: a GPU takes about a thousand launches before its queue is full
+BATCH_SECONDS = 0.02  # as many calls as fill this, if they are short
+CYCLES = 2e9  # of a GPU in a second, about
+LONGEST_SLEEP = 0.25  # calls that take longer to launch cannot be queued
+ROW_SECONDS = 0.25
+FEWEST = 3  # repeats, however long they take
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: float
+    alone: float
+    """seconds until a caller who waits for each call has the result"""
+    queued: bool
+    """whether all calls waited for the GPU; if not, it waited for Python now and then"""
+
+
+@dataclass(frozen=True)
+class Clock:
+    device: torch.device
+    repeats: int = 15
+    """at most"""
+    budget: float = 1.5
+    """seconds for a figure, about; a slow call gets fewer repeats"""
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def once(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Seconds until so many calls in a row are done, divided by their number."""
+        self.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.synchronize()
+        return (time.perf_counter() - started) / calls
+
+    def wall(self, call: Callable[[], object], calls: int = 1) -> float:
+        self.once(call)
+        first = self.once(call, calls)
+        return statistics.median([first, *(self.once(call, calls) for _ in range(self.more(first * calls)))])
+
+    def in_turn(self, calls: Mapping[str, Callable[[], object]], most_in_a_row: int = 1) -> dict[str, float]:
+        """Wall times of several, each in every round, so that a busy moment of the machine hits all of them; short ones
+        in a row before they are waited for."""
+        for call in calls.values():
+            self.once(call)
+        first = {name: self.once(call) for name, call in calls.items()}
+        in_a_row = max(1, min(most_in_a_row, int(ROW_SECONDS / max(first.values()))))
+        rounds = 1 + self.more(in_a_row * sum(first.values()))
+        times = [{name: self.once(call, in_a_row) for name, call in calls.items()} for _ in range(rounds)]
+        return {name: statistics.median(each[name] for each in times) for name in calls}
+
+    def on_device(self, call: Callable[[], object]) -> Timing:
+        if self.device.type != "cuda":
+            seconds = self.wall(call)
+            return Timing(seconds, seconds, False)
+        self.once(call)
+        alone = statistics.median(self.once(call) for _ in range(FEWEST))
+        started = time.perf_counter()
+        call()
+        launching = time.perf_counter() - started
+        calls = max(1, min(MOST_CALLS, int(BATCH_SECONDS / alone)))
+        while calls > 1 and not self._queued(call, calls, _sleep(launching * calls))[1]:
+            calls //= 2  # its launches have filled the queue
+        sleep = _sleep(launching * calls)
+        batches = [self._queued(call, calls, sleep) for _ in range(1 + self.more(alone * calls + sleep))]
+        return Timing(statistics.median(seconds for seconds, _ in batches), alone, all(ahead for _, ahead in batches))
+
+    def _queued(self, call: Callable[[], object], calls: int, sleep: float) -> tuple[float, bool]:
+        """Seconds of a call by the GPU's own clock, and whether all of them waited for it."""
+        self.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(CYCLES * sleep))
+            begin.record()
+            for _ in range(calls):
+                call()
+            ahead = not begin.query()
+            end.record()
+        self.synchronize()
+        return begin.elapsed_time(end) / 1e3 / calls, ahead
+
+    def more(self, seconds: float) -> int:
+        """Repeats after the first, for a repeat that takes so long."""
+        return max(FEWEST, min(self.repeats, int(self.budget / max(seconds, 1e-9)))) - 1
+
+
+def _sleep(launching: float) -> float:
+    """Seconds for the GPU to sleep while so much launching is done."""
+    wanted = 1e-3 + 2 * launching
+    return wanted if wanted <= LONGEST_SLEEP else 1e-3
+
+
+def copy_speed(clock: Clock, size: int) -> float:
+    """Bytes read and written in a second by a copy of so many bytes."""
+    source = torch.zeros(max(1, size // 4), device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / clock.on_device(lambda: target.copy_(source)).seconds

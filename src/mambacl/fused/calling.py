@@ -1,0 +1,55 @@
+"""PyTorch operators that cost little to call.
+
+A custom operator lets `torch.compile` take a kernel as a whole, but its way through PyTorch's dispatcher takes longer
+than many a kernel runs. For plain tensors, when nothing traces or counts, the same functions are called directly.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def operator(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    keep: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The operator mambacl::`name`, which computes `run`; `fake` gives outputs of the right shapes. With `keep` (of
+    ctx, inputs and output) and `differentiate` (of ctx and the gradients), it has a backward."""
+    op = torch.library.custom_op(f"mambacl::{name}", run, mutates_args=())
+    op.register_fake(fake)
+    if keep is None or differentiate is None:
+        return lambda *inputs: run(*inputs) if _direct(inputs) else op(*inputs)
+    op.register_autograd(differentiate, setup_context=keep)
+    direct = _function(name, run, keep, differentiate)
+
+    def call(*inputs: Any) -> Any:
+        if not _direct(inputs):
+            return op(*inputs)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return direct.apply(*inputs)
+        return run(*inputs)
+
+    return call
+
+
+def _direct(inputs: tuple[Any, ...]) -> bool:
+    """Whether nobody needs to see the operator: no compiler, no mode that watches, only tensors with values."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return False
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    return all(type(x) in (Tensor, nn.Parameter) and x.device.type != "meta" for x in tensors)
+
+
+def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], differentiate: Callable[..., Any]) -> Any:
+    methods = {
+        "forward": staticmethod(lambda *inputs: run(*inputs)),
+        "setup_context": staticmethod(keep),
+        "backward": staticmethod(differentiate),
+    }
+    return type(name, (torch.autograd.Function,), methods)

@@ -1,0 +1,219 @@
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
+"""Depthwise convolution over tokens and SiLU, channels last.
+
+    a_t = bias + sum_i w_i x_{t - left + i},    y_t = silu(a_t),    i = 0 .. k - 1; x is zero outside 0 .. l - 1
+
+`left` is k - 1 for the causal convolution; the reverse one has its taps mirrored and left = 0. A program owns a block
+of channels and walks along a chunk of one image's tokens. The last k tokens stay in registers, so that each input is
+read once, but for k - 1 tokens where chunks meet. Several rows are loaded before the first is used, so that many bytes
+are on their way. Backward, with g_t = dy_t silu'(a_t) computed again and kept in registers likewise:
+
+    dx_s = sum_i w_i g_{s + left - i},    dw_i = sum_t g_t x_{t - left + i},    dbias = sum_t g_t
+
+The sums over tokens are one partial sum a chunk, added up by PyTorch: no atomics, the same bits each time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _appended(values, value):
+    return values + (value,)  # noqa: RUF005 - Triton does not unpack
+
+
+@triton.jit
+def _there(channel, width, exists):
+    """The mask of a row: no channel where the token does not exist. The interpreter cannot join a scalar to a mask."""
+    return channel < tl.where(exists, width, 0)
+
+
+@triton.jit
+def _rows(x, first, stride, length, channel, width, COUNT: tl.constexpr, ACC: tl.constexpr):
+    """So many tokens of every channel of the block, zero outside the sequence."""
+    rows = ()
+    for i in tl.static_range(COUNT):
+        token = first + i
+        there = _there(channel, width, (token >= 0) & (token < length))
+        rows = _appended(rows, tl.load(x + token * stride + channel, mask=there, other=0.0).to(ACC))
+    return rows
+
+
+@triton.jit
+def _taps(weight, channel, w_d, w_k, inside, K: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr):
+    taps = ()
+    for i in tl.static_range(K):
+        tap = K - 1 - i if FLIP else i
+        taps = _appended(taps, tl.load(weight + channel * w_d + tap * w_k, mask=inside, other=0.0).to(ACC))
+    return taps
+
+
+@triton.jit
+def _preactivation(window, taps, offset, K: tl.constexpr):
+    total = offset
+    for i in tl.static_range(K):
+        total += taps[i] * window[i]
+    return total
+
+
+@triton.jit
+def _gradient(window, taps, offset, dy, valid, K: tl.constexpr, SILU: tl.constexpr):
+    """g of one token, zero where there is none, whatever its neighbours hold."""
+    g = dy
+    if SILU:
+        a = _preactivation(window, taps, offset, K)
+        s = 1.0 / (1.0 + tl.exp(-a))
+        g = tl.where(valid, dy * s * (1.0 + a * (1.0 - s)), 0.0)
+    return g
+
+
+@triton.jit
+def _added(sums, window, g, own, K: tl.constexpr):
+    added = ()
+    for i in tl.static_range(K):
+        added = _appended(added, tl.where(own, sums[i] + g * window[i], sums[i]))
+    return added
+
+
+@triton.jit
+def forward(
+    x,
+    weight,
+    bias,
+    y,
+    length,
+    width,
+    tiles,
+    chunks,
+    x_b,
+    x_l,
+    w_d,
+    w_k,
+    K: tl.constexpr,
+    LEFT: tl.constexpr,
+    FLIP: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    program = tl.program_id(0)
+    channel = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    image = (program // tiles // chunks).to(tl.int64)
+    first = (program // tiles % chunks).to(tl.int64) * TOKENS
+    x += image * x_b
+    y += image * length * width
+    taps = _taps(weight, channel, w_d, w_k, inside, K, FLIP, ACC)
+    offset = tl.zeros((BLOCK,), ACC)
+    if BIAS:
+        offset = tl.load(bias + channel, mask=inside, other=0.0).to(ACC)
+
+    window = _rows(x, first - LEFT, x_l, length, channel, width, K - 1, ACC)
+    for t in range(0, TOKENS, ROWS):
+        token = first + t
+        rows = window + _rows(x, token + (K - 1 - LEFT), x_l, length, channel, width, ROWS, ACC)
+        for u in tl.static_range(ROWS):
+            a = _preactivation(rows[u : u + K], taps, offset, K)
+            if SILU:
+                a = a / (1.0 + tl.exp(-a))
+            there = _there(channel, width, token + u < length)
+            tl.store(y + (token + u) * width + channel, a.to(y.dtype.element_ty), mask=there)
+        window = rows[ROWS:]
+
+
+@triton.jit
+def backward(
+    x,
+    dy,
+    weight,
+    bias,
+    dx,
+    dweight,
+    dbias,
+    length,
+    width,
+    tiles,
+    chunks,
+    x_b,
+    x_l,
+    dy_b,
+    dy_l,
+    w_d,
+    w_k,
+    K: tl.constexpr,
+    LEFT: tl.constexpr,
+    FLIP: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    program = tl.program_id(0)
+    channel = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    chunk = (program // tiles).to(tl.int64)
+    image = (program // tiles // chunks).to(tl.int64)
+    first = (program // tiles % chunks).to(tl.int64) * TOKENS
+    end = tl.minimum(first + TOKENS, length)
+    x += image * x_b
+    dy += image * dy_b
+    dx += image * length * width
+    taps = _taps(weight, channel, w_d, w_k, inside, K, FLIP, ACC)
+    zero = tl.zeros((BLOCK,), ACC)
+    offset = zero
+    if BIAS:
+        offset = tl.load(bias + channel, mask=inside, other=0.0).to(ACC)
+    sums = ()
+    for _i in tl.static_range(K):
+        sums = _appended(sums, zero)
+    total = zero
+
+    # g of the k - 1 tokens from first - RIGHT on. Those before the chunk are for other programs to sum.
+    RIGHT: tl.constexpr = K - 1 - LEFT
+    head = _rows(x, first - (K - 1), x_l, length, channel, width, 2 * K - 2, ACC)
+    head_dy = _rows(dy, first - RIGHT, dy_l, length, channel, width, K - 1, ACC)
+    g = ()
+    for i in tl.static_range(K - 1):
+        q = first + (i - RIGHT)
+        head_g = _gradient(head[i : i + K], taps, offset, head_dy[i], (q >= 0) & (q < length), K, SILU)
+        g = _appended(g, head_g)
+        if i >= RIGHT:
+            if DWEIGHT:
+                sums = _added(sums, head[i : i + K], head_g, q < end, K)
+            if DBIAS:
+                total += tl.where(q < end, head_g, 0.0)
+    window = head[K - 1 :]
+
+    for t in range(0, TOKENS, ROWS):
+        token = first + t
+        rows = window + _rows(x, token + (K - 1), x_l, length, channel, width, ROWS, ACC)
+        rows_dy = _rows(dy, token + LEFT, dy_l, length, channel, width, ROWS, ACC)
+        for u in tl.static_range(ROWS):
+            p = token + (u + LEFT)
+            new = _gradient(rows[u : u + K], taps, offset, rows_dy[u], p < length, K, SILU)
+            g = _appended(g, new)
+            if DWEIGHT:
+                sums = _added(sums, rows[u : u + K], new, p < end, K)
+            if DBIAS:
+                total += tl.where(p < end, new, 0.0)
+            out = zero
+            for i in tl.static_range(K):
+                out += taps[i] * g[u + K - 1 - i]
+            there = _there(channel, width, token + u < length)
+            tl.store(dx + (token + u) * width + channel, out.to(dx.dtype.element_ty), mask=there)
+        window = rows[ROWS:]
+        g = g[ROWS:]
+
+    if DWEIGHT:
+        for i in tl.static_range(K):
+            tap = K - 1 - i if FLIP else i
+            tl.store(dweight + (chunk * K + tap) * width + channel, sums[i], mask=inside)
+    if DBIAS:
+        tl.store(dbias + chunk * width + channel, total, mask=inside)

@@ -1,0 +1,45 @@
+# mypy: disable-error-code="import-untyped, import-not-found"
+"""What the hosts of all kernel families share: layouts, types and the sizes of blocks."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_PARTIALS = 2048  # partial sums of a parameter's gradient: small beside its inputs, and work for any GPU
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x with its channels next to each other: itself, wherever they are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(.., d) as (rows, d), channels next to each other. A view of whatever has one row stride, as half of a linear
+    layer's output has; anything else is copied."""
+    return unit_stride(x).reshape(-1, x.shape[-1])
+
+
+def accumulator(*tensors: Tensor) -> tl.dtype:
+    """What a kernel computes in: float64 where an input is, else float32."""
+    return tl.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else tl.float32
+
+
+def torch_type(accumulator: tl.dtype) -> torch.dtype:
+    return torch.float64 if accumulator == tl.float64 else torch.float32
+
+
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    return names.get(dtype, tl.float64)
+
+
+def row_blocks(rows: int, columns: int, elements: int, summed: bool) -> tuple[int, int, int]:
+    """Rows of a tile, tiles that one program walks through, programs, for tiles of about `elements` values.
+
+    A program walks through one tile, or, where it sums over its rows, through so many that few partial sums remain.
+    """
+    block = max(1, elements // columns)
+    tiles = triton.cdiv(rows, block)
+    steps = triton.next_power_of_2(triton.cdiv(tiles, MOST_PARTIALS)) if summed and tiles else 1
+    return block, steps, triton.cdiv(tiles, steps)

@@ -1,0 +1,132 @@
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
+"""RMS norm over the channels, with its weight.
+
+    n = x r,   r = (mean of x^2 + eps)^(-1/2),   out = w n
+
+n is rounded to x's type before the weight, and the product to the wider of the two types, as PyTorch does it. Backward:
+
+    dn = w dout,   dx = r (dn - n mean(dn n)),   dw = sum over rows of dout n
+
+A program has whole rows. For dw it walks through several tiles of them and leaves one partial sum; PyTorch adds them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mambacl.fused.launch import accumulator, as_rows, row_blocks, torch_type, triton_type
+
+TILE = 1024  # values; 8 for each thread of four warps
+
+
+@triton.jit
+def _forward(
+    x,
+    weight,
+    out,
+    rows,
+    width,
+    x_l,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    column = tl.arange(0, COLUMNS)
+    inside = column < width
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    mask = inside[None, :] & (row < rows)
+    w = tl.load(weight + column, mask=inside, other=0.0).to(ACC)[None, :]
+    a = tl.load(x + row * x_l + column[None, :], mask=mask, other=0.0).to(ACC)
+    n = a * tl.rsqrt(tl.sum(a * a, axis=1) / width + EPS)[:, None]
+    y = (w * n.to(x.dtype.element_ty).to(ACC)).to(PRODUCT)
+    tl.store(out + row * width + column[None, :], y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(
+    dout,
+    x,
+    weight,
+    dx,
+    dweight,
+    rows,
+    width,
+    dout_l,
+    x_l,
+    EPS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < width
+    w = tl.load(weight + column, mask=inside, other=0.0).to(ACC)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), ACC)
+    for step in range(0, STEPS):
+        row = ((part * STEPS + step) * ROWS + tl.arange(0, ROWS))[:, None]
+        mask = inside[None, :] & (row < rows)
+        g = tl.load(dout + row * dout_l + column[None, :], mask=mask, other=0.0).to(ACC)
+        n = tl.load(x + row * x_l + column[None, :], mask=mask, other=0.0).to(ACC)
+        r = tl.rsqrt(tl.sum(n * n, axis=1) / width + EPS)[:, None]
+        n *= r
+        dn = g * w
+        da = r * (dn - n * (tl.sum(dn * n, axis=1) / width)[:, None])
+        tl.store(dx + row * width + column[None, :], da.to(dx.dtype.element_ty), mask=mask)
+        if DWEIGHT:
+            total += tl.where(mask, g * n.to(x.dtype.element_ty).to(ACC), 0.0)
+    if DWEIGHT:
+        tl.store(dweight + part * width + column, tl.sum(total, axis=0), mask=inside)
+
+
+def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    x = as_rows(x)
+    columns = triton.next_power_of_2(x.shape[1])
+    block, _, programs = row_blocks(len(x), columns, TILE, summed=False)
+    with torch.cuda.device_of(x):
+        _forward[(programs,)](
+            *(x, weight.contiguous(), out, *x.shape, x.stride(0)),
+            EPS=eps,
+            ROWS=block,
+            COLUMNS=columns,
+            PRODUCT=triton_type(torch.promote_types(x.dtype, weight.dtype)),
+            ACC=accumulator(x, weight),
+            num_warps=_warps(block * columns),
+        )
+    return out
+
+
+def backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: bool) -> tuple[Tensor, Tensor]:
+    """dx, dweight; a dweight that is not needed has no elements and costs nothing."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dout, x = as_rows(dout), as_rows(x)
+    columns = triton.next_power_of_2(x.shape[1])
+    block, steps, programs = row_blocks(len(x), columns, TILE, summed=needs_weight)
+    acc = accumulator(x, weight)
+    dweight = torch.empty((programs, x.shape[1]) if needs_weight else (0,), dtype=torch_type(acc), device=x.device)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            _backward[(programs,)](
+                *(dout, x, weight.contiguous(), dx, dweight, *x.shape, dout.stride(0), x.stride(0)),
+                EPS=eps,
+                DWEIGHT=needs_weight,
+                STEPS=steps,
+                ROWS=block,
+                COLUMNS=columns,
+                ACC=acc,
+                num_warps=_warps(block * columns),
+            )
+    return dx, dweight.sum(0).to(weight.dtype) if needs_weight else dweight
+
+
+def _warps(tile: int) -> int:
+    """Eight values a thread."""
+    return min(16, max(1, tile // 256))

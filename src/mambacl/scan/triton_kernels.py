@@ -1,0 +1,307 @@
+"""The selective scan as two Triton kernels. Imported only where they are used.
+
+Each program is one warp that walks through time for one image and a block of channels, the states in registers. A tile
+of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) holds NT states of each of DT channels.
+State n is NT * ln + nt, channel d is DT * ld + dt, so that a lane's own states and channels are contiguous in memory,
+and that the sums over states (of y) and over channels (of dB and dC) need few shuffles each, none of them across warps.
+
+Both kernels take T steps at a time, all their loads before their arithmetic. The forward keeps the state before every
+T * EVERY steps; the backward computes from it the states of T steps, then goes back through them. Nothing is summed in
+an order that varies: what several programs add up (dA over images, dB and dC over blocks of channels) they write apart.
+"""
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
+# ruff: noqa: RUF005, SIM102
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _place(K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr):
+    """This program's group; its channels (LN, LD, 1, DT), and which of them there are; its states (LN, LD, NT, 1), and
+    which of them there are; its places in a matrix (channels, states)."""
+    block = tl.program_id(0)
+    ln = tl.arange(0, LN)[:, None, None, None]
+    ld = tl.arange(0, LD)[None, :, None, None]
+    nt = tl.arange(0, NT)[None, None, :, None]
+    dt = tl.arange(0, DT)[None, None, None, :]
+    inside = (block % BLOCKS) * (DT * LD) + DT * ld + dt
+    group = block // BLOCKS
+    channels = tl.broadcast_to(group * K + inside, [LN, LD, 1, DT])
+    there = tl.broadcast_to(inside < K, [LN, LD, 1, DT])
+    states = tl.broadcast_to(NT * ln + nt, [LN, LD, NT, 1])
+    # A matrix is loaded in the layout that it is computed in; the compiler would choose wider loads, and convert.
+    matrix = tl.max_contiguous(channels * N + states, [1, 1, 1, 1])
+    return group, channels, there, states, states < N, matrix
+
+
+@triton.jit
+def _before(i, count):
+    """Whether i < count, as a block: the interpreter cannot join a scalar to a mask."""
+    return tl.full([1, 1, 1, 1], i, tl.int32) < count
+
+
+@triton.jit
+def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
+    """T steps of an input; in the tail, those from `count` on are zeros."""
+    found = ()
+    for i in tl.static_range(T):
+        if TAIL:
+            step = tl.load(pointers + i * stride, mask=mask & _before(i, count), other=0.0)
+        elif MASKED:
+            step = tl.load(pointers + i * stride, mask=mask, other=0.0)
+        else:
+            step = tl.load(pointers + i * stride)
+        found = found + (step.to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _over_states(x):
+    """The sum over the states, in every lane."""
+    return tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=0, keep_dims=True)
+
+
+@triton.jit
+def _over_channels(x):
+    return tl.sum(tl.sum(x, axis=3, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _forward_chunk(
+    h, A, u_ptrs, delta_ptrs, B_ptrs, C_ptrs, y_ptrs, there, real, writes, count,
+    u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, C_l: tl.constexpr, y_l: tl.constexpr,
+    LN: tl.constexpr, LD: tl.constexpr, DT: tl.constexpr, T: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """The state after T steps; the outputs are written."""
+    us = _steps(u_ptrs, u_l, there, count, T, not EVEN_K, TAIL)
+    deltas = _steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
+    Bs = _steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
+    Cs = _steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
+    for i in tl.static_range(T):
+        h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
+        if not EVEN_N:
+            h = tl.where(real, h, 0.0)
+        y = tl.broadcast_to(_over_states(h * Cs[i]), [LN, LD, 1, DT])
+        if TAIL:
+            tl.store(y_ptrs + i * y_l, y, mask=writes & _before(i, count))
+        else:
+            tl.store(y_ptrs + i * y_l, y, mask=writes)
+    return h
+
+
+@triton.jit(do_not_specialize=["L"])
+def scan_forward(
+    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, y_ptr, last_ptr, kept_ptr, u_b, delta_b, B_b, C_b, L,
+    u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr, C_l: tl.constexpr,
+    C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """u, delta, y: (b, l, d); A (d, n); B, C (b, l, g, n); last (b, d, n); kept (b, chunks, n, d)."""
+    EVEN_K: tl.constexpr = K % (DT * LD) == 0
+    EVEN_N: tl.constexpr = N == NT * LN
+    WAY: tl.constexpr = -1 if REVERSE else 1
+    group, channels, there, states, real, matrix = _place(K, N, NT, DT, LD, LN, BLOCKS)
+    image = tl.program_id(1).to(tl.int64)
+    A = LOG2E * tl.load(A_ptr + matrix, mask=there & real, other=0.0)
+    start = image * 0  # offsets are of 64 bits, and start from here
+    if REVERSE:
+        start += L - 1
+    u_ptr += image * u_b + start * u_l
+    delta_ptr += image * delta_b + start * delta_l
+    B_ptr += image * B_b + group * B_g + start * B_l
+    C_ptr += image * C_b + group * C_g + start * C_l
+    y_ptr += (image * L + start) * D
+    kept_ptr += image * tl.cdiv(L, T * EVERY) * N * D
+    writes = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
+
+    h = tl.zeros([LN, LD, NT, DT], tl.float32)
+    whole = L // T
+    for chunk in range(0, whole):
+        if KEEP:
+            if chunk % EVERY == 0:
+                tl.store(kept_ptr + (image * 0 + chunk // EVERY) * N * D + states * D + channels, h, mask=there & real)
+        at = image * 0 + WAY * chunk * T
+        h = _forward_chunk(
+            h, A, u_ptr + at * u_l + channels, delta_ptr + at * delta_l + channels, B_ptr + at * B_l + states,
+            C_ptr + at * C_l + states, y_ptr + at * D + channels, there, real, writes, T,
+            WAY * u_l, WAY * delta_l, WAY * B_l, WAY * C_l, WAY * D, LN, LD, DT, T, EVEN_K, EVEN_N, False,
+        )  # fmt: skip
+    if whole * T < L:
+        if KEEP:
+            if whole % EVERY == 0:
+                tl.store(kept_ptr + (image * 0 + whole // EVERY) * N * D + states * D + channels, h, mask=there & real)
+        at = image * 0 + WAY * whole * T
+        h = _forward_chunk(
+            h, A, u_ptr + at * u_l + channels, delta_ptr + at * delta_l + channels, B_ptr + at * B_l + states,
+            C_ptr + at * C_l + states, y_ptr + at * D + channels, there, real, writes, L - whole * T,
+            WAY * u_l, WAY * delta_l, WAY * B_l, WAY * C_l, WAY * D, LN, LD, DT, T, EVEN_K, EVEN_N, True,
+        )  # fmt: skip
+    tl.store(last_ptr + image * D * N + matrix, h, mask=there & real)
+
+
+@triton.jit
+def _sigmoid_of_softplus(delta):
+    """The derivative of softplus where it is delta: 1 - exp(-delta), without cancellation for small delta."""
+    series = delta * (1 - delta * (0.5 - delta * (1 / 6 - delta * (1 / 24 - delta * (1 / 120)))))
+    return tl.where(delta < 0.125, series, 1 - tl.exp2(delta * -LOG2E))
+
+
+@triton.jit
+def _backward_chunk(
+    h, g, dA, A, u_ptrs, delta_ptrs, dy_ptrs, B_ptrs, C_ptrs, du_ptrs, ddelta_ptrs, dB_ptrs, dC_ptrs,
+    there, real, writes, adds, count,
+    u_l: tl.constexpr, delta_l: tl.constexpr, dy_l: tl.constexpr, B_l: tl.constexpr, C_l: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr,
+    T: tl.constexpr, NEED_A: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, SOFTPLUS: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """The gradients with regard to the state before T steps and to A; those of the inputs are written.
+
+    With g the gradient of the state h = a h' + x B, where a = exp(delta A) and x = delta u:
+    dB = g x, dC = h dy, dx = <g, B>, dA = g a h' delta, ddelta = <g a h', A> + dx u, du = dx delta, dh' = a g.
+    """
+    us = _steps(u_ptrs, u_l, there, count, T, not EVEN_K, TAIL)
+    deltas = _steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
+    dys = _steps(dy_ptrs, dy_l, there, count, T, not EVEN_K, TAIL)
+    Bs = _steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
+    Cs = _steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
+    olds = ()
+    for i in tl.static_range(T):
+        olds = olds + (h,)
+        if i < T - 1:
+            h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
+    for i in tl.static_range(T - 1, -1, -1):
+        u, delta, B = us[i], deltas[i], Bs[i]
+        x = delta * u
+        a = tl.exp2(delta * A)
+        decayed = a * olds[i]
+        g += Cs[i] * dys[i]
+        dC, dB, w, gB = (decayed + x * B) * dys[i], g * x, g * decayed, g * B
+        if not EVEN_K:
+            dC, dB = tl.where(there, dC, 0.0), tl.where(there, dB, 0.0)
+        if not EVEN_N:
+            w, gB = tl.where(real, w, 0.0), tl.where(real, gB, 0.0)
+        dC = tl.broadcast_to(_over_channels(dC), [LN, LD, NT, 1])
+        dB = tl.broadcast_to(_over_channels(dB), [LN, LD, NT, 1])
+        dx = tl.broadcast_to(_over_states(gB), [LN, LD, 1, DT])
+        ddelta = LN2 * tl.broadcast_to(_over_states(w * A), [LN, LD, 1, DT]) + dx * u
+        if SOFTPLUS:
+            ddelta *= _sigmoid_of_softplus(delta)
+        if NEED_A:
+            dA += w * delta
+        g = a * g
+        if TAIL:
+            inside = _before(i, count)
+            tl.store(dC_ptrs + i * N, dC, mask=adds & inside)
+            tl.store(dB_ptrs + i * N, dB, mask=adds & inside)
+            tl.store(du_ptrs + i * D, dx * delta, mask=writes & inside)
+            tl.store(ddelta_ptrs + i * D, ddelta, mask=writes & inside)
+        else:
+            tl.store(dC_ptrs + i * N, dC, mask=adds)
+            tl.store(dB_ptrs + i * N, dB, mask=adds)
+            tl.store(du_ptrs + i * D, dx * delta, mask=writes)
+            tl.store(ddelta_ptrs + i * D, ddelta, mask=writes)
+    return g, dA
+
+
+@triton.jit
+def _state_before(
+    chunk, A, kept_ptr, u_ptr, delta_ptr, B_ptr, channels, states, there, real,
+    u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, D: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    EVERY: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """The state before a chunk: the nearest that was kept, and the steps from there."""
+    first = chunk // EVERY
+    zero = tl.program_id(1).to(tl.int64) * 0
+    places = kept_ptr + (zero + first) * N * D + states * D + channels
+    if EVEN_K and EVEN_N:
+        h = tl.load(places)
+    else:
+        h = tl.load(places, mask=there & real, other=0.0)
+    for before in range(first * EVERY, chunk):
+        at = zero + before * T
+        us = _steps(u_ptr + at * u_l + channels, u_l, there, T, T, not EVEN_K, False)
+        deltas = _steps(delta_ptr + at * delta_l + channels, delta_l, there, T, T, not EVEN_K, False)
+        Bs = _steps(B_ptr + at * B_l + states, B_l, real, T, T, not EVEN_N, False)
+        for i in tl.static_range(T):
+            h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
+    return h
+
+
+@triton.jit(do_not_specialize=["L"])
+def scan_backward(
+    dy_ptr, dlast_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, kept_ptr, du_ptr, ddelta_ptr, dA_ptr, dB_ptr, dC_ptr,
+    dy_b, u_b, delta_b, B_b, C_b, L,
+    dy_l: tl.constexpr, u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr,
+    C_l: tl.constexpr, C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """du, ddelta (b, l, d); dA (b, d, n), to be summed over b; dB, dC (b, blocks, l, n), to be summed over a group's
+    blocks. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it."""
+    EVEN_K: tl.constexpr = K % (DT * LD) == 0
+    EVEN_N: tl.constexpr = N == NT * LN
+    WAY: tl.constexpr = -1 if REVERSE else 1
+    group, channels, there, states, real, matrix = _place(K, N, NT, DT, LD, LN, BLOCKS)
+    block, image, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    A = LOG2E * tl.load(A_ptr + matrix, mask=there & real, other=0.0)
+    start = image * 0  # offsets are of 64 bits, and start from here
+    if REVERSE:
+        start += L - 1
+    dy_ptr += image * dy_b + start * dy_l
+    u_ptr += image * u_b + start * u_l
+    delta_ptr += image * delta_b + start * delta_l
+    B_ptr += image * B_b + group * B_g + start * B_l
+    C_ptr += image * C_b + group * C_g + start * C_l
+    du_ptr += (image * L + start) * D
+    ddelta_ptr += (image * L + start) * D
+    dB_ptr += ((image * blocks + block) * L + start) * N
+    dC_ptr += ((image * blocks + block) * L + start) * N
+    kept_ptr += image * tl.cdiv(L, T * EVERY) * N * D
+    writes = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
+    adds = real & (tl.broadcast_to(tl.arange(0, LD)[None, :, None, None], [LN, LD, NT, 1]) == 0)
+
+    if LAST:
+        g = tl.load(dlast_ptr + image * D * N + matrix, mask=there & real, other=0.0)
+    else:
+        g = tl.zeros([LN, LD, NT, DT], tl.float32)
+    dA = tl.zeros([LN, LD, NT, DT], tl.float32)
+    whole = L // T
+    if whole * T < L:
+        h = _state_before(
+            whole, A, kept_ptr, u_ptr, delta_ptr, B_ptr, channels, states, there, real,
+            WAY * u_l, WAY * delta_l, WAY * B_l, D, N, T, EVERY, EVEN_K, EVEN_N,
+        )  # fmt: skip
+        at = image * 0 + WAY * whole * T
+        g, dA = _backward_chunk(
+            h, g, dA, A, u_ptr + at * u_l + channels, delta_ptr + at * delta_l + channels,
+            dy_ptr + at * dy_l + channels, B_ptr + at * B_l + states, C_ptr + at * C_l + states,
+            du_ptr + at * D + channels, ddelta_ptr + at * D + channels,
+            dB_ptr + at * N + states, dC_ptr + at * N + states,
+            there, real, writes, adds, L - whole * T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
+            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, True,
+        )  # fmt: skip
+    for back in range(0, whole):
+        chunk = whole - 1 - back
+        h = _state_before(
+            chunk, A, kept_ptr, u_ptr, delta_ptr, B_ptr, channels, states, there, real,
+            WAY * u_l, WAY * delta_l, WAY * B_l, D, N, T, EVERY, EVEN_K, EVEN_N,
+        )  # fmt: skip
+        at = image * 0 + WAY * chunk * T
+        g, dA = _backward_chunk(
+            h, g, dA, A, u_ptr + at * u_l + channels, delta_ptr + at * delta_l + channels,
+            dy_ptr + at * dy_l + channels, B_ptr + at * B_l + states, C_ptr + at * C_l + states,
+            du_ptr + at * D + channels, ddelta_ptr + at * D + channels,
+            dB_ptr + at * N + states, dC_ptr + at * N + states,
+            there, real, writes, adds, T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
+            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, False,
+        )  # fmt: skip
+    if NEED_A:
+        tl.store(dA_ptr + image * D * N + matrix, dA, mask=there & real)

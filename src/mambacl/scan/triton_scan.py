@@ -1,0 +1,141 @@
+"""The backend `triton`: how the kernels of `triton_kernels` are laid out for given shapes, and launched.
+
+Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n). u, delta, B and C may be float32, bfloat16 or float16, each its
+own; states, sums and y are float32.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_STATES = 256
+MANY_BYTES = 1 << 28  # of kept states: beyond, fewer are kept, and more are computed again
+FILLED = 2048  # warps that keep a large GPU busy
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a warp's 32 lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; and how many
+    steps are taken at a time."""
+
+    states: int
+    lanes_n: int
+    channels: int
+    lanes_d: int
+    steps: int
+
+    @property
+    def block(self) -> int:
+        """Channels of a program."""
+        return self.channels * self.lanes_d
+
+
+def layout(n: int, recurrences: int, backward: bool) -> Layout:
+    """Large tiles where there are recurrences enough, as they need fewest shuffles; else more programs."""
+    padded = 1 << (n - 1).bit_length()
+    if padded == 1:
+        return Layout(1, 1, 2 if backward else 1, 32, 8)
+    states = min(4, padded) if padded <= 32 else padded // 8
+    lanes_n = padded // states
+    lanes_d = 32 // lanes_n
+    channels = 16 // states
+    while channels > 1 and (channels > 4 or recurrences < FILLED * channels * lanes_d // 2):
+        channels //= 2
+    return Layout(states, lanes_n, max(channels, 2 if padded <= 32 else 1), lanes_d, 4)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: they then take CPU tensors."""
+    import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def kept_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
+    """Shape of the states that the forward keeps for the backward, (b, chunks, n, d)."""
+    return u.shape[0], -(-u.shape[1] // kept_every(u, A)), A.shape[1], u.shape[2]
+
+
+def kept_every(u: Tensor, A: Tensor) -> int:
+    """Steps between the states that the forward keeps."""
+    steps = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False).steps
+    return max(steps, 4 if u.numel() * A.shape[1] <= MANY_BYTES else 8)
+
+
+def forward(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, reverse: bool = False, keep: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, last state and, unless `keep` is false, the states for the backward."""
+    from mambacl.scan.triton_kernels import scan_forward
+
+    u, delta, A, B, C = _prepared(u, delta, A, B, C)
+    y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
+    kept = _new(u, kept_shape(u, A) if keep else (0,))
+    plan = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False)
+    with _on(u):
+        scan_forward[_grid(u, B, plan)](
+            u, delta, A, B, C, y, last, kept, u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1],
+            **_constants(plan, u, delta, A, B, C), KEEP=keep, REVERSE=reverse,
+        )  # fmt: skip
+    return y, last, kept
+
+
+def backward(
+    dy: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, kept: Tensor,
+    reverse: bool = False, softplus: bool = False, need_A: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of all inputs, in float32 but for u's, which has u's dtype. With `softplus`, delta is one, and its
+    gradient that of what went into it. Without `need_A` there are no sums for A."""
+    from mambacl.scan.triton_kernels import scan_backward
+
+    u, delta, A, B, C = _prepared(u, delta, A, B, C)
+    dy = dy if dy.stride(2) == 1 else dy.contiguous()
+    batch, length, _ = u.shape
+    states, groups = A.shape[1], B.shape[2]
+    plan = layout(states, u.shape[0] * u.shape[2], backward=True)
+    blocks = _grid(u, B, plan)[0]
+    du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
+    dA = _new(u, (batch if need_A else 0, *A.shape))
+    dB, dC = _new(u, (batch, blocks, length, states)), _new(u, (batch, blocks, length, states))
+    with _on(u):
+        scan_backward[_grid(u, B, plan)](
+            dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, dB, dC,
+            dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, dy_l=dy.stride(1),
+            **_constants(plan, u, delta, A, B, C), LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
+            SOFTPLUS=softplus,
+        )  # fmt: skip
+    dB, dC = (x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2) for x in (dB, dC))  # (b, l, g, n)
+    return du, ddelta, dA.sum(0), dB, dC
+
+
+def _new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _prepared(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
+    """All but A with contiguous channels or states, whatever their other strides."""
+    u, delta, B, C = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (u, delta, B, C))
+    return u, delta, A.float().contiguous(), B, C
+
+
+def _grid(u: Tensor, B: Tensor, plan: Layout) -> tuple[int, int]:
+    """Blocks of channels, none of which reaches into another group; images."""
+    return B.shape[2] * -(-(u.shape[2] // B.shape[2]) // plan.block), u.shape[0]
+
+
+def _on(u: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(u.device) if u.device.type == "cuda" else nullcontext()
+
+
+def _constants(plan: Layout, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    channels = u.shape[2] // B.shape[2]
+    strides = {"u_l": u.stride(1), "delta_l": delta.stride(1)}
+    strides |= {"B_l": B.stride(1), "B_g": B.stride(2), "C_l": C.stride(1), "C_g": C.stride(2)}
+    sizes = {"D": u.shape[2], "K": channels, "N": A.shape[1], "BLOCKS": -(-channels // plan.block)}
+    tile = {"NT": plan.states, "DT": plan.channels, "LD": plan.lanes_d, "LN": plan.lanes_n, "T": plan.steps}
+    options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
+    return {**strides, **sizes, **tile, "EVERY": kept_every(u, A) // plan.steps, **options}

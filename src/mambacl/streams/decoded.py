@@ -1,0 +1,100 @@
+"""Images decoded once, as uint8: on the device where they fit, else in main memory, else read again when needed."""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mambacl.streams.data import Images
+
+Group = tuple[NDArray[np.int64], Tensor]  # where images stand among those asked for, and the images: all of one size
+
+
+def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """There without waiting: through pinned memory where the device is a GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    return _pinned(tensor, device).to(device, non_blocking=True)
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Where a GPU can fetch it, if that is where it will go."""
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+
+
+class Decoded:
+    """Some images of a split. `room` is how many bytes of main memory they may take; the device gives a quarter of
+    what is free there. Images of one size become one tensor; of others, as many as fit are kept."""
+
+    def __init__(self, images: Images, indices: NDArray[np.int64], device: torch.device, room: int) -> None:
+        self.images, self.indices, self.device = images, indices, device
+        kept: list[Tensor | None] = []
+        sizes, self.host_bytes = [], 0
+        for image in self._read(indices):
+            fits = self.host_bytes + image.numel() <= room
+            self.host_bytes += image.numel() if fits else 0
+            kept.append(image if fits else None)
+            sizes.append(image.shape[-2:])
+        self.sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
+        self._kept, self._all = kept, self._together(kept)
+
+    def _together(self, kept: Sequence[Tensor | None]) -> Tensor | None:
+        """All as one tensor, where they are of one size and all kept."""
+        present = [image for image in kept if image is not None]
+        if not present or len(present) < len(kept) or (self.sizes != self.sizes[0]).any():
+            return None
+        together = torch.stack(present)
+        self._kept = []
+        if self.device.type != "cpu" and together.numel() <= free_bytes(self.device) // 4:
+            self.host_bytes = 0
+            together = together.to(self.device)
+        return together
+
+    @property
+    def on_device(self) -> bool:
+        return self._all is not None and self._all.device.type == self.device.type
+
+    def groups(self, places: NDArray[np.int64], most: int) -> Iterator[Group]:
+        """The images at these places, in groups of one size and of at most so many values (but one image at least)."""
+        sizes, which = np.unique(self.sizes[places], axis=0, return_inverse=True)
+        for number, (height, width) in enumerate(sizes):
+            members = np.flatnonzero(which.reshape(-1) == number)
+            step = max(1, most // int(3 * height * width))
+            for start in range(0, len(members), step):
+                part = members[start : start + step]
+                yield part, self._stacked(places[part])
+
+    def _stacked(self, places: NDArray[np.int64]) -> Tensor:
+        if self._all is not None:
+            return _pinned(self._all.index_select(0, on_device(places, self._all.device)), self.device)
+        missing = [place for place in places if self._kept[place] is None]
+        again = dict(zip(missing, self._read(self.indices[missing]), strict=True)) if missing else {}
+        images = [again[place] if place in again else self._kept[place] for place in places]
+        return _pinned(torch.stack(images), self.device)
+
+    def _read(self, indices: NDArray[np.int64]) -> Iterator[Tensor]:
+        with ThreadPoolExecutor() as threads:
+            yield from threads.map(self.images.image, [int(index) for index in indices])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, with what PyTorch holds there and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def main_memory() -> int:
+    """Bytes that this process may have: the machine's, or the container's where that is less; 8 GiB if unknown."""
+    limits = []
+    with suppress(AttributeError, OSError, ValueError):  # not on Windows
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int(Path(path).read_text()))
+    return min(limits, default=8 << 30)

@@ -1,0 +1,108 @@
+"""One training step: loss, gradients, optimizer.
+
+On a GPU a step is a few hundred small kernels that take less time than Python takes to start them. The first steps of a
+task run as they are; then one is recorded as a CUDA graph, which from then on is replayed: the same kernels, the same
+numbers, started all at once. A batch of another size runs as it is.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mambacl.log import logger
+
+WARM_UP = 2  # steps of a task before one is recorded: kernels are compiled, the optimizer's state is there
+SHARE = 0.3  # of the GPU's memory: a graph keeps what its step needs, beside what other steps need
+
+
+class Loss(Protocol):
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class TrainingStep:
+    """Steps of one optimizer. Sums of the loss and of the right answers stay on the device until they are asked for."""
+
+    def __init__(
+        self,
+        method: Loss,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        autocast: AbstractContextManager[Any],
+        graphs: bool,
+    ) -> None:
+        """`graphs`: whether to record steps, where that is possible."""
+        self.method, self.optimizer, self.device, self.autocast = method, optimizer, device, autocast
+        self.loss_sum = torch.zeros((), device=device)
+        self.right = torch.zeros((), dtype=torch.int64, device=device)
+        self.images_seen = 0
+        self.graphs = graphs and device.type == "cuda" and rates_are_tensors(optimizer)
+        self.factor: float | None = None
+        self._taken = 0
+        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+
+    def __call__(self, images: Tensor, labels: Tensor, factor: float) -> None:
+        """`factor`: of the learning rates."""
+        self._set_rates(factor)
+        images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        self.images_seen += len(images)
+        if self._recorded is None and self.graphs and self._taken >= WARM_UP:
+            self._record(images, labels)
+        if self._recorded is not None and self._recorded[1].shape == images.shape:
+            graph, own_images, own_labels = self._recorded
+            own_images.copy_(images)
+            own_labels.copy_(labels)
+            graph.replay()
+        else:
+            self._run(images, labels)
+        self._taken += 1
+
+    def take_sums(self) -> tuple[float, int, int]:
+        """Sums of the loss over images and of the right ones, and the number of images, since the last time."""
+        sums = float(self.loss_sum), int(self.right), self.images_seen
+        self.loss_sum.zero_()
+        self.right.zero_()
+        self.images_seen = 0
+        return sums
+
+    def _run(self, images: Tensor, labels: Tensor) -> None:
+        with self.autocast:
+            loss, correct = self.method.loss(images, labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.loss_sum += loss.detach() * len(images)
+        self.right += correct
+
+    def _set_rates(self, factor: float) -> None:
+        if factor == self.factor:
+            return
+        self.factor = factor
+        for group in self.optimizer.param_groups:
+            rate = group["base_lr"] * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _record(self, images: Tensor, labels: Tensor) -> None:
+        """Records a step, without taking it; where that cannot be done, steps go on as they are."""
+        self.graphs = False  # one attempt
+        needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        if needed > SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+            return
+        graph, own_images, own_labels = torch.cuda.CUDAGraph(), images.clone(), labels.clone()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph):
+                self._run(own_images, own_labels)
+        except RuntimeError as error:
+            torch.cuda.synchronize(self.device)
+            logger.info("Steps are not recorded as a CUDA graph (%s).", str(error).splitlines()[0])
+            return
+        self._recorded = graph, own_images, own_labels
+
+
+def rates_are_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a recorded step follows later learning rates."""
+    return all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
