@@ -159,6 +159,29 @@ def test_the_plain_gate_is_the_mixers(group: int) -> None:
         torch.testing.assert_close(plain.skip_gate(y, x, D, z), wanted, rtol=0, atol=0)
 
 
+@kernels
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_halves_of_a_linear_layer(bias: bool, frozen: bool) -> None:
+    linear, tokens = torch.nn.Linear(6, 10, bias=bias).to(DEVICE, torch.float64), normal(2, 3, 6).requires_grad_()
+    linear.requires_grad_(not frozen)
+    weights = normal(2, 3, 5), normal(2, 3, 5)
+    found = []
+    for first, second in (fused.halves(linear, tokens, "triton"), linear(tokens).chunk(2, dim=-1)):
+        inputs = [tokens, *([] if frozen else linear.parameters())]
+        gradients = torch.autograd.grad((first * weights[0]).sum() + (second * weights[1]).sum(), inputs)
+        found.append([first, second, *gradients])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_layer_with_a_hook_is_called() -> None:
+    linear, seen = torch.nn.Linear(4, 4).to(DEVICE), []
+    linear.register_forward_hook(lambda *_: seen.append(1))
+    fused.halves(linear, torch.randn(1, 2, 4, device=DEVICE))
+    assert seen == [1]
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_the_plain_rotation_is_that_of_its_formula(scale: float) -> None:
     M, freq = normal(2, 5, 2, 6), normal(6)

@@ -369,14 +369,13 @@ def test_nothing_is_written_around_the_outputs(
         return outer[margin : margin + inner.numel()].view(size)
 
     inputs = tokens(1, *shape)
-    expected = run(inputs, softplus=True, reverse=reverse)
     monkeypatch.setattr(torch, "empty", guarded)
     found = run(inputs, softplus=True, reverse=reverse)
     monkeypatch.undo()
     assert len(buffers) == 8  # y, last, kept; du, ddelta, dA, dB, dC
     for buffer in buffers:
         assert (buffer[:margin] == mark).all() and (buffer[-margin:] == mark).all()
-    assert_same_bits(found, expected)
+    assert_same_bits(found, run(inputs, softplus=True, reverse=reverse))
 
 
 @kernels
@@ -503,7 +502,7 @@ def test_every_layout_that_is_chosen_gives_the_same_answer(
 @pytest.mark.parametrize("channels, steps", [(1, 2), (2, 8), (4, 4), (1, 8), (4, 2)])
 def test_other_layouts_give_the_same_answer(n: int, channels: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = triton_scan.layout(n, 1, backward=True)
-    plan = triton_scan.Layout(chosen.states, chosen.lanes_n, channels, chosen.lanes_d, steps)
+    plan = triton_scan.Layout(chosen.states, chosen.lanes_n, channels, chosen.lanes_d, steps, reload=channels != 2)
     inputs = tokens(b=1, l=11, d=3, n=n)
     wanted = reference(inputs, softplus=True)
     monkeypatch.setattr(triton_scan, "layout", lambda *args, **options: plan)
@@ -513,9 +512,22 @@ def test_other_layouts_give_the_same_answer(n: int, channels: int, steps: int, m
 
 @kernels
 def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {False: triton_scan.Layout(4, 1, 4, 32, 2), True: triton_scan.Layout(2, 2, 1, 16, 8)}
+    plans = {False: triton_scan.Layout(4, 1, 4, 32, 2), True: triton_scan.Layout(2, 2, 1, 16, 4)}
     monkeypatch.setattr(triton_scan, "layout", lambda n, recurrences, backward: plans[backward])
-    compare(tokens(b=1, l=19, d=6, n=3))
+    compare(tokens(b=1, l=11, d=6, n=3), softplus=True)
+
+
+@kernels
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("length", [9, 16, 21, 39])
+def test_fewer_kept_states_give_the_same_bits(length: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tokens(b=1, l=length, d=3, n=3)
+    expected = run(inputs, softplus=True, reverse=reverse)
+    kept = triton_scan.kept_shape(inputs["u"], inputs["A"])
+    monkeypatch.setattr(triton_scan, "KEPT", 2 * triton_scan.KEPT)
+    assert triton_scan.kept_shape(inputs["u"], inputs["A"])[1] < kept[1]
+    with poisoned():
+        assert_same_bits(run(inputs, softplus=True, reverse=reverse), expected)
 
 
 @kernels
@@ -533,7 +545,8 @@ def test_operator_is_registered_as_pytorch_wants_it(softplus: bool, reverse: boo
 @pytest.mark.parametrize("softplus, need_A", [(False, True), (True, False)])
 def test_backward_operator_is_registered_as_pytorch_wants_it(softplus: bool, need_A: bool) -> None:
     inputs = tokens(b=1, l=3, d=4, n=2, groups=2, positive=True)
-    inputs["u"], inputs["C"] = inputs["u"].mT.contiguous().mT, inputs["C"].bfloat16()
+    inputs["u"] = inputs["u"].mT.contiguous().mT
+    inputs |= {"B": inputs["B"].half(), "C": inputs["C"].bfloat16()}
     y, last, kept, _ = torch.ops.mambacl.scan_kernel(*inputs.values(), False, False)
     arguments = (slope(y), slope(last), *inputs.values(), kept, softplus, False, need_A)
     result = torch.library.opcheck(torch.ops.mambacl.scan_kernel_backward.default, arguments)

@@ -132,7 +132,7 @@ class Mixer(nn.Module):
         self.out_proj.weight /= math.sqrt(self.config.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = self.in_proj(tokens).chunk(2, dim=-1)  # 1. (b, l, d) each
+        x, z = fused.halves(self.in_proj, tokens)  # 1. (b, l, d) each
         ahead = self.select(x, self.conv1d, self.x_proj, self.dt_proj)
         back = self.select(x.flip(1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
         with full_precision(x):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mambacl.errors import UserError
 from mambacl.fused import ops, plain, switch
+from mambacl.fused.halves import halves
 
-__all__ = ["causal_conv_silu", "gated_group_norm", "plain", "rms_norm", "rotate", "skip_gate", "switch"]
+__all__ = ["causal_conv_silu", "gated_group_norm", "halves", "plain", "rms_norm", "rotate", "skip_gate", "switch"]
 
 MOST_TAPS = 8
 WIDEST_NORM = 16384  # channels whose norm one program takes; wider ones are left to the plain twin

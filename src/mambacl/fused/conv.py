@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from mambacl.fused import conv_kernels
-from mambacl.fused.launch import accumulator, torch_type, unit_stride
+from mambacl.fused.launch import accumulator, launch, torch_type, unit_stride
 from mambacl.fused.plain import padding
 
 ROWS = 4  # loaded before the first is used
@@ -22,21 +22,22 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu:
     taps = weight.shape[1]
     block, warps, tokens = _blocks(x, taps)
     tiles, chunks = triton.cdiv(width, block), triton.cdiv(length, tokens)
-    with torch.cuda.device_of(x):
-        conv_kernels.forward[(tiles * chunks * batch,)](
-            *(x, weight, weight if bias is None else bias.contiguous(), y),
-            *(length, width, tiles, chunks, x.stride(0), x.stride(1), *weight.stride()),
-            K=taps,
-            LEFT=padding(taps, reverse, same)[0],
-            FLIP=reverse,
-            SILU=silu,
-            BIAS=bias is not None,
-            TOKENS=tokens,
-            ROWS=ROWS,
-            BLOCK=block,
-            ACC=accumulator(x),
-            num_warps=warps,
-        )
+    launch(
+        conv_kernels.forward,
+        (tiles * chunks * batch,),
+        *(x, weight, weight if bias is None else bias.contiguous(), y),
+        *(length, width, tiles, chunks, x.stride(0), x.stride(1), *weight.stride()),
+        K=taps,
+        LEFT=padding(taps, reverse, same)[0],
+        FLIP=reverse,
+        SILU=silu,
+        BIAS=bias is not None,
+        TOKENS=tokens,
+        ROWS=ROWS,
+        BLOCK=block,
+        ACC=accumulator(x),
+        num_warps=warps,
+    )
     return y
 
 
@@ -62,24 +63,25 @@ def backward(
     dweight = torch.empty((chunks * batch, taps, width) if needs_weight else (0,), dtype=wide, device=x.device)
     dbias = torch.empty((chunks * batch, width) if needs_bias else (0,), dtype=wide, device=x.device)
     if x.numel():
-        with torch.cuda.device_of(x):
-            conv_kernels.backward[(tiles * chunks * batch,)](
-                *(x, dy, weight, weight if bias is None else bias.contiguous(), dx, dweight, dbias),
-                *(length, width, tiles, chunks, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)),
-                *weight.stride(),
-                K=taps,
-                LEFT=padding(taps, reverse, same)[0],
-                FLIP=reverse,
-                SILU=silu,
-                BIAS=bias is not None,
-                DWEIGHT=needs_weight,
-                DBIAS=needs_bias,
-                TOKENS=tokens,
-                ROWS=ROWS,
-                BLOCK=block,
-                ACC=accumulator(x),
-                num_warps=warps,
-            )
+        launch(
+            conv_kernels.backward,
+            (tiles * chunks * batch,),
+            *(x, dy, weight, weight if bias is None else bias.contiguous(), dx, dweight, dbias),
+            *(length, width, tiles, chunks, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)),
+            *weight.stride(),
+            K=taps,
+            LEFT=padding(taps, reverse, same)[0],
+            FLIP=reverse,
+            SILU=silu,
+            BIAS=bias is not None,
+            DWEIGHT=needs_weight,
+            DBIAS=needs_bias,
+            TOKENS=tokens,
+            ROWS=ROWS,
+            BLOCK=block,
+            ACC=accumulator(x),
+            num_warps=warps,
+        )
     if needs_weight:
         dweight = dweight.sum(0).t().to(weight.dtype).contiguous()
     if needs_bias and bias is not None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import accumulator, as_rows, row_blocks, torch_type
+from mambacl.fused.launch import accumulator, as_rows, launch, row_blocks, torch_type
 
 TILE = 1024  # values; 8 for each thread of four warps
 
@@ -132,17 +132,18 @@ def forward(y: Tensor, x: Tensor, D: Tensor, z: Tensor, group: int, eps: float, 
     y, x, z = as_rows(y), as_rows(x), as_rows(z)
     span, tiles, columns = _columns(y.shape[1], group)
     block, _, programs = row_blocks(len(y), columns, TILE, summed=False)
-    with torch.cuda.device_of(y):
-        _forward[(programs * tiles,)](
-            *(y, x, D.contiguous(), z, out),
-            *(*y.shape, span, tiles, y.stride(0), x.stride(0), z.stride(0)),
-            EPS=eps,
-            NORM=group > 0,
-            ROWS=block,
-            COLUMNS=columns,
-            ACC=accumulator(y, x, z),
-            num_warps=_warps(block * columns),
-        )
+    launch(
+        _forward,
+        (programs * tiles,),
+        *(y, x, D.contiguous(), z, out),
+        *(*y.shape, span, tiles, y.stride(0), x.stride(0), z.stride(0)),
+        EPS=eps,
+        NORM=group > 0,
+        ROWS=block,
+        COLUMNS=columns,
+        ACC=accumulator(y, x, z),
+        num_warps=_warps(block * columns),
+    )
     return out
 
 
@@ -157,19 +158,20 @@ def backward(
     block, steps, programs = row_blocks(len(y), columns, TILE, summed=needs_D)
     dD = torch.empty((programs, y.shape[1]) if needs_D else (0,), dtype=torch_type(acc), device=y.device)
     if y.numel():
-        with torch.cuda.device_of(y):
-            _backward[(programs * tiles,)](
-                *(dout, y, x, D.contiguous(), z, dy, dx, dz, dD),
-                *(*y.shape, span, tiles, dout.stride(0), y.stride(0), x.stride(0), z.stride(0)),
-                EPS=eps,
-                NORM=group > 0,
-                DSKIP=needs_D,
-                STEPS=steps,
-                ROWS=block,
-                COLUMNS=columns,
-                ACC=acc,
-                num_warps=_warps(block * columns),
-            )
+        launch(
+            _backward,
+            (programs * tiles,),
+            *(dout, y, x, D.contiguous(), z, dy, dx, dz, dD),
+            *(*y.shape, span, tiles, dout.stride(0), y.stride(0), x.stride(0), z.stride(0)),
+            EPS=eps,
+            NORM=group > 0,
+            DSKIP=needs_D,
+            STEPS=steps,
+            ROWS=block,
+            COLUMNS=columns,
+            ACC=acc,
+            num_warps=_warps(block * columns),
+        )
     return dy, dx, dz, dD.sum(0).to(D.dtype) if needs_D else dD
 
 

@@ -1,5 +1,7 @@
 # mypy: disable-error-code="import-untyped, import-not-found"
-"""What the hosts of all kernel families share: layouts, types and the sizes of blocks."""
+"""What the hosts of all kernel families share: the launch, layouts, types and the sizes of blocks."""
+
+from typing import Any
 
 import torch
 import triton
@@ -7,6 +9,33 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_PARTIALS = 2048  # partial sums of a parameter's gradient: small beside its inputs, and work for any GPU
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *inputs: Tensor | int, **constants: Any) -> None:
+    """Runs a kernel on tensors and numbers, the constants by name, as `kernel[grid](*inputs, **constants)` does.
+
+    Triton's own way through all arguments takes several times as long as starting the kernel. What it would find out is
+    remembered here by the types of the tensors, whether they are aligned, and all numbers.
+    """
+    first = inputs[0]
+    assert isinstance(first, Tensor)
+    if first.is_cuda and first.device.index != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            return launch(kernel, grid, *inputs, **constants)
+    described = [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x for x in inputs]
+    key = (kernel, first.device, *described, *constants.values())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = kernel[grid](*inputs, **constants)
+        if compiled is not None:  # the interpreter compiles nothing
+            _compiled[key] = compiled
+        return None
+    names = kernel.arg_names[len(inputs) :]
+    compiled[(*grid, 1, 1)[:3]](*inputs, *[constants[name] for name in names])
+    return None
 
 
 def unit_stride(x: Tensor) -> Tensor:

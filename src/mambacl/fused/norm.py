@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import accumulator, as_rows, row_blocks, torch_type, triton_type
+from mambacl.fused.launch import accumulator, as_rows, launch, row_blocks, torch_type, triton_type
 
 TILE = 1024  # values; 8 for each thread of four warps
 
@@ -91,16 +91,17 @@ def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor
     x = as_rows(x)
     columns = triton.next_power_of_2(x.shape[1])
     block, _, programs = row_blocks(len(x), columns, TILE, summed=False)
-    with torch.cuda.device_of(x):
-        _forward[(programs,)](
-            *(x, weight.contiguous(), out, *x.shape, x.stride(0)),
-            EPS=eps,
-            ROWS=block,
-            COLUMNS=columns,
-            PRODUCT=triton_type(torch.promote_types(x.dtype, weight.dtype)),
-            ACC=accumulator(x, weight),
-            num_warps=_warps(block * columns),
-        )
+    launch(
+        _forward,
+        (programs,),
+        *(x, weight.contiguous(), out, *x.shape, x.stride(0)),
+        EPS=eps,
+        ROWS=block,
+        COLUMNS=columns,
+        PRODUCT=triton_type(torch.promote_types(x.dtype, weight.dtype)),
+        ACC=accumulator(x, weight),
+        num_warps=_warps(block * columns),
+    )
     return out
 
 
@@ -113,17 +114,18 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: 
     acc = accumulator(x, weight)
     dweight = torch.empty((programs, x.shape[1]) if needs_weight else (0,), dtype=torch_type(acc), device=x.device)
     if x.numel():
-        with torch.cuda.device_of(x):
-            _backward[(programs,)](
-                *(dout, x, weight.contiguous(), dx, dweight, *x.shape, dout.stride(0), x.stride(0)),
-                EPS=eps,
-                DWEIGHT=needs_weight,
-                STEPS=steps,
-                ROWS=block,
-                COLUMNS=columns,
-                ACC=acc,
-                num_warps=_warps(block * columns),
-            )
+        launch(
+            _backward,
+            (programs,),
+            *(dout, x, weight.contiguous(), dx, dweight, *x.shape, dout.stride(0), x.stride(0)),
+            EPS=eps,
+            DWEIGHT=needs_weight,
+            STEPS=steps,
+            ROWS=block,
+            COLUMNS=columns,
+            ACC=acc,
+            num_warps=_warps(block * columns),
+        )
     return dx, dweight.sum(0).to(weight.dtype) if needs_weight else dweight
 
 

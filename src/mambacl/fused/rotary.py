@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mambacl.fused.launch import launch
+
 TILE = 1024  # values of a program
 
 
@@ -58,15 +60,17 @@ def run(M: Tensor, freq: Tensor, scale: float, backward: bool, dtype: torch.dtyp
     if M.numel():
         rows, columns = batch * length * matrices, triton.next_power_of_2(states)
         block = max(1, TILE // columns)
-        with torch.cuda.device_of(M):
-            _rotate[(triton.cdiv(rows, block),)](
-                *(M, freq.float().contiguous(), out, rows, length, *M.stride()[:3]),
-                SCALE=scale,
-                MATRICES=matrices,
-                STATES=states,
-                COLUMNS=columns,
-                ROWS=block,
-                BACKWARD=backward,
-                num_warps=4,
-            )
+        launch(
+            _rotate,
+            (triton.cdiv(rows, block),),
+            *(M, freq.float().contiguous(), out),
+            *(rows, length, *M.stride()[:3]),
+            SCALE=scale,
+            MATRICES=matrices,
+            STATES=states,
+            COLUMNS=columns,
+            ROWS=block,
+            BACKWARD=backward,
+            num_warps=4,
+        )
     return out

@@ -68,7 +68,7 @@ def _kernel(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, softplus: bool, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, last state, states for the backward, and with `softplus` the steps, all in float32."""
-    steps = F.softplus(delta.float()) if softplus else delta
+    steps = F.softplus(delta.float()).contiguous() if softplus else delta
     y, last, kept = triton_scan.forward(u, steps, A, B, C, reverse)
     return y, last, kept, steps if softplus else delta.new_empty(0, dtype=torch.float32)
 

@@ -20,10 +20,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _place(K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr):
-    """This program's group; its channels (LN, LD, 1, DT), and which of them there are; its states (LN, LD, NT, 1), and
+def _place(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr):
+    """A block's group; its channels (LN, LD, 1, DT), and which of them there are; its states (LN, LD, NT, 1), and
     which of them there are; its places in a matrix (channels, states)."""
-    block = tl.program_id(0)
     ln = tl.arange(0, LN)[:, None, None, None]
     ld = tl.arange(0, LD)[None, :, None, None]
     nt = tl.arange(0, NT)[None, None, :, None]
@@ -83,7 +82,10 @@ def _forward_chunk(
     Bs = _steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
     Cs = _steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
     for i in tl.static_range(T):
-        h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
+        new = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
+        if TAIL:  # 0 times an infinite A is no number
+            new = tl.where(_before(i, count), new, h)
+        h = new
         if not EVEN_N:
             h = tl.where(real, h, 0.0)
         y = tl.broadcast_to(_over_states(h * Cs[i]), [LN, LD, 1, DT])
@@ -106,8 +108,9 @@ def scan_forward(
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
-    group, channels, there, states, real, matrix = _place(K, N, NT, DT, LD, LN, BLOCKS)
-    image = tl.program_id(1).to(tl.int64)
+    blocks: tl.constexpr = D // K * BLOCKS
+    block, image = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = LOG2E * tl.load(A_ptr + matrix, mask=there & real, other=0.0)
     start = image * 0  # offsets are of 64 bits, and start from here
     if REVERSE:
@@ -159,7 +162,7 @@ def _backward_chunk(
     u_l: tl.constexpr, delta_l: tl.constexpr, dy_l: tl.constexpr, B_l: tl.constexpr, C_l: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr,
     T: tl.constexpr, NEED_A: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    TAIL: tl.constexpr,
+    RELOAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """The gradients with regard to the state before T steps and to A; those of the inputs are written.
 
@@ -178,6 +181,16 @@ def _backward_chunk(
             h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
     for i in tl.static_range(T - 1, -1, -1):
         u, delta, B = us[i], deltas[i], Bs[i]
+        if RELOAD:  # from the cache, rather than out of registers that others need
+            if TAIL:
+                inside = _before(i, count)
+                u = tl.load(u_ptrs + i * u_l, mask=there & inside, other=0.0).to(tl.float32)
+                delta = tl.load(delta_ptrs + i * delta_l, mask=there & inside, other=0.0).to(tl.float32)
+                B = tl.load(B_ptrs + i * B_l, mask=real & inside, other=0.0).to(tl.float32)
+            else:
+                u = tl.load(u_ptrs + i * u_l, mask=there, other=0.0).to(tl.float32)
+                delta = tl.load(delta_ptrs + i * delta_l, mask=there, other=0.0).to(tl.float32)
+                B = tl.load(B_ptrs + i * B_l, mask=real, other=0.0).to(tl.float32)
         x = delta * u
         a = tl.exp2(delta * A)
         decayed = a * olds[i]
@@ -193,11 +206,13 @@ def _backward_chunk(
         ddelta = LN2 * tl.broadcast_to(_over_states(w * A), [LN, LD, 1, DT]) + dx * u
         if SOFTPLUS:
             ddelta *= _sigmoid_of_softplus(delta)
+        if TAIL:  # a step that does not exist changes nothing, whatever the state
+            inside = _before(i, count)
+            w, a = tl.where(inside, w, 0.0), tl.where(inside, a, 1.0)
         if NEED_A:
             dA += w * delta
         g = a * g
         if TAIL:
-            inside = _before(i, count)
             tl.store(dC_ptrs + i * N, dC, mask=adds & inside)
             tl.store(dB_ptrs + i * N, dB, mask=adds & inside)
             tl.store(du_ptrs + i * D, dx * delta, mask=writes & inside)
@@ -218,7 +233,7 @@ def _state_before(
 ):  # fmt: skip
     """The state before a chunk: the nearest that was kept, and the steps from there."""
     first = chunk // EVERY
-    zero = tl.program_id(1).to(tl.int64) * 0
+    zero = tl.program_id(0).to(tl.int64) * 0
     places = kept_ptr + (zero + first) * N * D + states * D + channels
     if EVEN_K and EVEN_N:
         h = tl.load(places)
@@ -242,15 +257,16 @@ def scan_backward(
     C_l: tl.constexpr, C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
     T: tl.constexpr, EVERY: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr,
-    REVERSE: tl.constexpr,
+    REVERSE: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """du, ddelta (b, l, d); dA (b, d, n), to be summed over b; dB, dC (b, blocks, l, n), to be summed over a group's
     blocks. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
-    group, channels, there, states, real, matrix = _place(K, N, NT, DT, LD, LN, BLOCKS)
-    block, image, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    blocks: tl.constexpr = D // K * BLOCKS
+    block, image = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = LOG2E * tl.load(A_ptr + matrix, mask=there & real, other=0.0)
     start = image * 0  # offsets are of 64 bits, and start from here
     if REVERSE:
@@ -286,7 +302,7 @@ def scan_backward(
             du_ptr + at * D + channels, ddelta_ptr + at * D + channels,
             dB_ptr + at * N + states, dC_ptr + at * N + states,
             there, real, writes, adds, L - whole * T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
-            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, True,
+            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, True,
         )  # fmt: skip
     for back in range(0, whole):
         chunk = whole - 1 - back
@@ -301,7 +317,7 @@ def scan_backward(
             du_ptr + at * D + channels, ddelta_ptr + at * D + channels,
             dB_ptr + at * N + states, dC_ptr + at * N + states,
             there, real, writes, adds, T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
-            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, False,
+            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, False,
         )  # fmt: skip
     if NEED_A:
         tl.store(dA_ptr + image * D * N + matrix, dA, mask=there & real)

@@ -4,7 +4,7 @@ Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n). u, delta, B and C may b
 own; states, sums and y are float32.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MOST_STATES = 256
-MANY_BYTES = 1 << 28  # of kept states: beyond, fewer are kept, and more are computed again
+KEPT = 8  # steps between the states that the forward keeps
 FILLED = 2048  # warps that keep a large GPU busy
 
 
@@ -26,6 +26,8 @@ class Layout:
     channels: int
     lanes_d: int
     steps: int
+    reload: bool = False
+    registers: int | None = None
 
     @property
     def block(self) -> int:
@@ -33,6 +35,7 @@ class Layout:
         return self.channels * self.lanes_d
 
 
+@functools.cache
 def layout(n: int, recurrences: int, backward: bool) -> Layout:
     """Large tiles where there are recurrences enough, as they need fewest shuffles; else more programs."""
     padded = 1 << (n - 1).bit_length()
@@ -56,30 +59,26 @@ def interpreted() -> bool:
 
 def kept_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
     """Shape of the states that the forward keeps for the backward, (b, chunks, n, d)."""
-    return u.shape[0], -(-u.shape[1] // kept_every(u, A)), A.shape[1], u.shape[2]
-
-
-def kept_every(u: Tensor, A: Tensor) -> int:
-    """Steps between the states that the forward keeps."""
-    steps = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False).steps
-    return max(steps, 4 if u.numel() * A.shape[1] <= MANY_BYTES else 8)
+    return u.shape[0], -(-u.shape[1] // KEPT), A.shape[1], u.shape[2]
 
 
 def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, reverse: bool = False, keep: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, last state and, unless `keep` is false, the states for the backward."""
+    from mambacl.fused.launch import launch
     from mambacl.scan.triton_kernels import scan_forward
 
     u, delta, A, B, C = _prepared(u, delta, A, B, C)
     y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
     kept = _new(u, kept_shape(u, A) if keep else (0,))
     plan = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False)
-    with _on(u):
-        scan_forward[_grid(u, B, plan)](
-            u, delta, A, B, C, y, last, kept, u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1],
-            **_constants(plan, u, delta, A, B, C), KEEP=keep, REVERSE=reverse,
-        )  # fmt: skip
+    launch(
+        scan_forward,
+        (_blocks(u, B, plan) * len(u),),
+        u, delta, A, B, C, y, last, kept, u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1],
+        **_constants(plan, u, delta, A, B, C), KEEP=keep, REVERSE=reverse,
+    )  # fmt: skip
     return y, last, kept
 
 
@@ -89,6 +88,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all inputs, in float32 but for u's, which has u's dtype. With `softplus`, delta is one, and its
     gradient that of what went into it. Without `need_A` there are no sums for A."""
+    from mambacl.fused.launch import launch
     from mambacl.scan.triton_kernels import scan_backward
 
     u, delta, A, B, C = _prepared(u, delta, A, B, C)
@@ -96,17 +96,18 @@ def backward(
     batch, length, _ = u.shape
     states, groups = A.shape[1], B.shape[2]
     plan = layout(states, u.shape[0] * u.shape[2], backward=True)
-    blocks = _grid(u, B, plan)[0]
+    blocks = _blocks(u, B, plan)
     du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
     dA = _new(u, (batch if need_A else 0, *A.shape))
     dB, dC = _new(u, (batch, blocks, length, states)), _new(u, (batch, blocks, length, states))
-    with _on(u):
-        scan_backward[_grid(u, B, plan)](
-            dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, dB, dC,
-            dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, dy_l=dy.stride(1),
-            **_constants(plan, u, delta, A, B, C), LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
-            SOFTPLUS=softplus,
-        )  # fmt: skip
+    launch(
+        scan_backward,
+        (blocks * len(u),),
+        dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, dB, dC,
+        dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, dy_l=dy.stride(1),
+        **_constants(plan, u, delta, A, B, C), LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
+        SOFTPLUS=softplus, RELOAD=plan.reload,
+    )  # fmt: skip
     dB, dC = (x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2) for x in (dB, dC))  # (b, l, g, n)
     return du, ddelta, dA.sum(0), dB, dC
 
@@ -121,13 +122,9 @@ def _prepared(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tupl
     return u, delta, A.float().contiguous(), B, C
 
 
-def _grid(u: Tensor, B: Tensor, plan: Layout) -> tuple[int, int]:
-    """Blocks of channels, none of which reaches into another group; images."""
-    return B.shape[2] * -(-(u.shape[2] // B.shape[2]) // plan.block), u.shape[0]
-
-
-def _on(u: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(u.device) if u.device.type == "cuda" else nullcontext()
+def _blocks(u: Tensor, B: Tensor, plan: Layout) -> int:
+    """Blocks of channels, none of which reaches into another group."""
+    return B.shape[2] * -(-(u.shape[2] // B.shape[2]) // plan.block)
 
 
 def _constants(plan: Layout, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> dict[str, Any]:
@@ -137,5 +134,5 @@ def _constants(plan: Layout, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: 
     strides |= {"B_l": B.stride(1), "B_g": B.stride(2), "C_l": C.stride(1), "C_g": C.stride(2)}
     sizes = {"D": u.shape[2], "K": channels, "N": A.shape[1], "BLOCKS": -(-channels // plan.block)}
     tile = {"NT": plan.states, "DT": plan.channels, "LD": plan.lanes_d, "LN": plan.lanes_n, "T": plan.steps}
-    options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True}
-    return {**strides, **sizes, **tile, "EVERY": kept_every(u, A) // plan.steps, **options}
+    options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True, "maxnreg": plan.registers}
+    return {**strides, **sizes, **tile, "EVERY": KEPT // plan.steps, **options}

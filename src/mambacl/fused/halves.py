@@ -1,0 +1,52 @@
+"""A linear layer whose output goes apart in two halves, as in_proj's does.
+
+Autograd would join the gradients of the halves to one tensor before it multiplies them with the weight. Here each half
+is multiplied as it is, and the second product added to the first.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambacl.fused import switch
+
+
+def halves(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`linear(tokens)` in two halves of its features. A layer that is not a plain one is called as it is."""
+    plain = type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks)
+    if plain and tokens.dim() == 3 and not torch.compiler.is_compiling() and switch.takes_kernel(tokens, backend):
+        return _Halves.apply(tokens, linear.weight, linear.bias)
+    first, second = linear(tokens).chunk(2, dim=-1)
+    return first, second
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        first, second = F.linear(tokens, weight, bias).chunk(2, dim=-1)
+        return first, second
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        tokens, weight, _ = inputs
+        ctx.save_for_backward(tokens if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype = tokens.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tokens, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        dtokens = dweight = dbias = None
+        if needs[0]:
+            parts = weight.to(rows[0].dtype).chunk(2)
+            dtokens = torch.addmm(rows[0] @ parts[0], rows[1], parts[1])
+            dtokens = dtokens.view(*gradients[0].shape[:-1], -1).to(ctx.dtype)
+        if needs[1]:
+            given = tokens.reshape(-1, tokens.shape[-1]).to(rows[0].dtype)
+            dweight = torch.cat([row.T @ given for row in rows]).to(weight.dtype)
+        if needs[2]:
+            dbias = torch.cat([row.sum(0) for row in rows]).to(weight.dtype)
+        return dtokens, dweight, dbias
