@@ -1,9 +1,10 @@
 # make demo    the whole product on a small example, in about three minutes
 # make test    style, types and all tests
+# make test-gpu    the tests that need a GPU
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test clean
+.PHONY: demo test test-gpu clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare sequential
@@ -13,6 +14,9 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --durations=15
+
+test-gpu: .venv/installed-dev
+	$(BIN)/pytest -m gpu --durations=15
 
 .venv/bin/pip:
 	sh tools/make_venv.sh $(PYTHON) .venv

@@ -15,6 +15,8 @@ from torch import Tensor
 from mambacl.nullspace.adapters import Part, Side
 from mambacl.nullspace.ranks import as_spectrum, null_ranks
 
+SMALL = 512  # values of a feature up to which covariances are decomposed together on a GPU
+
 
 @dataclass(frozen=True)
 class Projector:
@@ -89,7 +91,7 @@ def decompose(
 ) -> list[Decomposition]:
     """`eigh` in float64 of each covariance, and the ranks by the rule, which sees the spectra in the precision given;
     bases in that of the storage."""
-    solved = [torch.linalg.eigh(covariance.double()) for covariance in covariances]  # ascending: null directions first
+    solved = _eigh(covariances)  # ascending: null directions first
     spectra = [as_spectrum(eigenvalues).cpu() for eigenvalues, _ in solved]
     single = [row for spectrum in spectra for row in spectrum.to(precision).reshape(-1, spectrum.shape[-1])]
     ranks = iter(null_ranks(single, rule, together))
@@ -97,6 +99,15 @@ def decompose(
         _chosen(spectrum, [next(ranks) for _ in spectrum.reshape(-1, spectrum.shape[-1])], vectors, storage)
         for spectrum, (_, vectors) in zip(spectra, solved, strict=True)
     ]
+
+
+def _eigh(covariances: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Small ones of one shape all at once: a GPU takes longer to be told about each than to solve it."""
+    first = covariances[0]
+    if first.is_cuda and first.shape[-1] <= SMALL and all(c.shape == first.shape for c in covariances):
+        values, vectors = torch.linalg.eigh(torch.stack([c.double() for c in covariances]))
+        return list(zip(values.unbind(0), vectors.unbind(0), strict=True))
+    return [torch.linalg.eigh(covariance.double()) for covariance in covariances]
 
 
 def _chosen(spectrum: Tensor, ranks: list[int], vectors: Tensor, storage: torch.dtype) -> Decomposition:

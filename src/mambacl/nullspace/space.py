@@ -21,7 +21,7 @@ from mambacl.nullspace.describing import description
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
 from mambacl.nullspace.optimizer import project_steps
-from mambacl.nullspace.projectors import Decomposition, Projector, decompose
+from mambacl.nullspace.projectors import SMALL, Decomposition, Projector, decompose
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.shelf import Shelf
 from mambacl.nullspace.states import State, from_tensors, to_tensors
@@ -312,10 +312,16 @@ class NullSpace:
         setting, device = self.setting, self._device()
         keys = list(dict.fromkeys(key for _, key in self.projected()))
         precision, dtype = getattr(torch, setting.spectrum), self.basis_dtype()
-        if setting.rank_over == "block":
-            found = [decompose([self._covariance(key).to(device)], setting.rank, precision, dtype)[0] for key in keys]
-            return dict(zip(keys, found, strict=True))
         decompositions: dict[Key, Decomposition] = {}
+        if setting.rank_over == "block":
+            together: dict[object, list[Key]] = {}  # small ones of a shape, large ones each by itself
+            for key in keys:
+                shape = self.gathered[-1].covariances[key].shape
+                together.setdefault(shape if shape[-1] <= SMALL else key, []).append(key)
+            for some in together.values():
+                covariances = [self._covariance(key).to(device) for key in some]
+                decompositions |= zip(some, decompose(covariances, setting.rank, precision, dtype), strict=True)
+            return {key: decompositions[key] for key in keys}
         for label in dict.fromkeys(label for _, label in keys):  # a feature of all blocks at a time
             alike = [key for key in keys if key[1] == label]
             found = decompose([self._covariance(key).to(device) for key in alike], setting.rank, precision, dtype, True)

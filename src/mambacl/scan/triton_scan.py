@@ -41,13 +41,14 @@ def layout(n: int, recurrences: int, backward: bool) -> Layout:
     padded = 1 << (n - 1).bit_length()
     if padded == 1:
         return Layout(1, 1, 2 if backward else 1, 32, 8)
-    states = min(4, padded) if padded <= 32 else padded // 8
+    states = {2: 2, 4: 4, 8: 2, 16: 4, 32: 4}.get(padded, padded // 8)
     lanes_n = padded // states
     lanes_d = 32 // lanes_n
     channels = 16 // states
-    while channels > 1 and (channels > 4 or recurrences < FILLED * channels * lanes_d // 2):
+    while channels > 1 and (channels > 4 or recurrences < FILLED * channels * lanes_d * 2):
         channels //= 2
-    return Layout(states, lanes_n, max(channels, 2 if padded <= 32 else 1), lanes_d, 4)
+    channels = max(channels, 2 if padded <= 32 else 1)
+    return Layout(states, lanes_n, channels, lanes_d, 4, registers=168 if backward and states * channels == 8 else None)
 
 
 def interpreted() -> bool:

@@ -1,0 +1,132 @@
+"""A training step: what it adds up, and that a recorded one is the same as one that is not."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_run import CONFIG
+from torch import Tensor, nn
+
+import mambacl
+from mambacl.methods import METHODS, Setup, Task
+from mambacl.nullspace.settings import setting_named
+from mambacl.training.loop import make_optimizer
+from mambacl.training.recipe import Recipe
+from mambacl.training.step import WARM_UP, TrainingStep, rates_are_tensors
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+CUDA = torch.device("cuda")
+
+
+class Toy:
+    """A linear layer and its loss."""
+
+    def __init__(self, device: str = "cpu", waits: bool = False) -> None:
+        torch.manual_seed(0)
+        self.layer, self.waits = nn.Linear(12, 4).to(device), waits
+
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layer(images.flatten(1))
+        if self.waits and float(logits.detach().sum()) == 0.5:
+            return logits.sum(), labels.sum()
+        return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).sum()
+
+    def optimizer(self, name: str = "adam", recorded_on: torch.device | None = None) -> torch.optim.Optimizer:
+        groups = [{"params": list(self.layer.parameters()), "lr": 0.1, "base_lr": 0.1}]
+        return make_optimizer(Recipe(optimizer=name), groups, recorded_on)
+
+
+def batches(device: str = "cpu", sizes: tuple[int, ...] = (6, 6, 6, 6, 6, 4)) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [(torch.randn(n, 3, 2, 2, generator=generator), torch.arange(n) % 4) for n in sizes]
+    return [(images.to(device), labels.to(device)) for images, labels in made]
+
+
+def trained(toy: Toy, graphs: bool, name: str = "adam", recorded_on: torch.device | None = None) -> TrainingStep:
+    device = toy.layer.weight.device
+    step = TrainingStep(toy, toy.optimizer(name, recorded_on), device, nullcontext(), graphs)
+    for number, (images, labels) in enumerate(batches()):
+        step(images, labels, 1.0 if number < 4 else 0.1)
+    return step
+
+
+def test_sums_are_those_of_the_steps() -> None:
+    toy, seen, right = Toy(), 0.0, 0
+    other = Toy()
+    optimizer = other.optimizer()
+    for number, (images, labels) in enumerate(batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 if number < 4 else 0.01
+        loss, correct = other.loss(images, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen, right = seen + float(loss) * len(images), right + int(correct)
+    step = trained(toy, graphs=True)
+    loss_sum, found, images_seen = step.take_sums()
+    assert (found, images_seen) == (right, 34)
+    assert loss_sum == pytest.approx(seen, rel=1e-5)
+    assert torch.equal(toy.layer.weight, other.layer.weight)
+    assert step.take_sums() == (0.0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+def test_rates_are_tensors_only_where_steps_are_recorded(name: str) -> None:
+    assert not rates_are_tensors(Toy().optimizer(name))
+
+
+class TestOnAGPU:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("name", ["adam", "adamw"])
+    def test_a_recorded_step_is_the_same_to_the_last_bit(self, name: str) -> None:
+        plain, recorded = Toy("cuda"), Toy("cuda")
+        one, other = trained(plain, False, name, CUDA), trained(recorded, True, name, CUDA)
+        assert one._recorded is None and other._recorded is not None
+        assert torch.equal(plain.layer.weight, recorded.layer.weight) and one.take_sums() == other.take_sums()
+
+    def test_the_public_optimizer_is_the_same_to_rounding(self) -> None:
+        plain, recorded = Toy("cuda"), Toy("cuda")
+        trained(plain, False)
+        trained(recorded, True, recorded_on=CUDA)
+        torch.testing.assert_close(plain.layer.weight, recorded.layer.weight, rtol=1e-5, atol=1e-6)
+
+    def test_a_method_that_waits_goes_on_as_it_is(self) -> None:
+        plain, waiting = Toy("cuda"), Toy("cuda", waits=True)
+        trained(plain, False, recorded_on=CUDA)
+        step = trained(waiting, True, recorded_on=CUDA)
+        assert step._recorded is None
+        assert torch.equal(plain.layer.weight, waiting.layer.weight)
+
+    @pytest.mark.parametrize("method", ["sequential", "mamba-cl"])
+    @pytest.mark.parametrize("bf16", [False, True])
+    def test_a_models_recorded_steps_are_the_same(self, method: str, bf16: bool, tiny_model) -> None:
+        found = []
+        for graphs in (False, True):
+            model = tiny_model().cuda()
+            learner = METHODS.get(method)(model, Setup(setting_named("exact").override(rank="energy:0.9")))
+            learner.start_task(Task(0, 4, 0, 1))
+            learner.finish_task([(torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(2)).cuda(), None)])
+            learner.start_task(Task(1, 4, 4, 2))
+            groups = [
+                {"params": [p for _, p in named], "lr": 0.01, "base_lr": 0.01}
+                for named in learner.named_parameters().values()
+            ]
+            optimizer = learner.wrap(make_optimizer(Recipe(), groups, CUDA))
+            autocast = torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext()
+            step = TrainingStep(learner, optimizer, CUDA, autocast, graphs)
+            generator = torch.Generator().manual_seed(3)
+            for _ in range(WARM_UP + 4):
+                step(torch.randn(8, 3, 16, 16, generator=generator), 4 + torch.arange(8) % 4, 1.0)
+            assert (step._recorded is not None) == graphs
+            found.append([p.detach().clone() for group in groups for p in group["params"]])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+    def test_a_run_without_kernels_and_graphs_learns_the_same(self, tmp_path: Path) -> None:
+        runs = [
+            mambacl.train(CONFIG, device="cuda", fast=fast, out=str(tmp_path / str(fast))) for fast in (True, False)
+        ]
+        fast, plain = (run.metrics["final_accuracy_tasks"] for run in runs)
+        assert abs(fast - plain) < 0.15  # other augmentations, the same learning
