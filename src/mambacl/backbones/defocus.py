@@ -158,7 +158,7 @@ class Mixer(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: DefocusConfig, drop_path_rate: float) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.embed_dim, config.mamba.layer_norm_epsilon)
+        self.norm = RMSNorm(config.embed_dim, config.mamba.layer_norm_epsilon, before_linear=True)
         self.mixer = Mixer(config.embed_dim, config.mamba, config.use_rope)
         self.residual_in_fp32 = config.mamba.residual_in_fp32
         self.drop_path_rate = drop_path_rate

@@ -20,14 +20,18 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the norm taken in float32 or better."""
+    """x / rms(x) * weight, the norm taken in float32 or better. `before_linear`: what follows is a linear layer, so that
+    under autocast the output may have the type that it would be cast to."""
 
-    def __init__(self, features: int, eps: float) -> None:
+    def __init__(self, features: int, eps: float, before_linear: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(features))
-        self.eps = eps
+        self.eps, self.before_linear = eps, before_linear
 
     def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if self.before_linear and device != "meta" and torch.is_autocast_enabled(device):
+            return fused.rms_norm(x, self.weight, self.eps, torch.get_autocast_dtype(device))
         return fused.rms_norm(x, self.weight, self.eps)
 
 

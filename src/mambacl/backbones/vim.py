@@ -159,7 +159,7 @@ class Block(nn.Module):
     def __init__(self, config: VimConfig, drop_path_rate: float) -> None:
         super().__init__()
         self.mixer = Mixer(config)
-        self.norm = RMSNorm(config.embed_dim, config.norm_epsilon)
+        self.norm = RMSNorm(config.embed_dim, config.norm_epsilon, before_linear=True)
         self.residual_in_fp32 = config.residual_in_fp32
         self.drop_path_rate = drop_path_rate
 

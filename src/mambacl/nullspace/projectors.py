@@ -6,6 +6,7 @@ groups has a covariance, and so a basis, for each of them: everything here may h
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from mambacl.nullspace.adapters import Part, Side
 from mambacl.nullspace.ranks import as_spectrum, null_ranks
 
 SMALL = 512  # values of a feature up to which covariances are decomposed together on a GPU
+AT_A_TIME = 4  # larger ones
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,23 @@ def _eigh(covariances: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     if first.is_cuda and first.shape[-1] <= SMALL and all(c.shape == first.shape for c in covariances):
         values, vectors = torch.linalg.eigh(torch.stack([c.double() for c in covariances]))
         return list(zip(values.unbind(0), vectors.unbind(0), strict=True))
+    if first.is_cuda and len(covariances) > 1:
+        with ThreadPoolExecutor(AT_A_TIME) as threads:
+            return list(threads.map(_eigh_on_its_own, covariances))
     return [torch.linalg.eigh(covariance.double()) for covariance in covariances]
+
+
+def _eigh_on_its_own(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """On a stream of its own: one alone leaves most of a GPU idle."""
+    here = torch.cuda.current_stream(covariance.device)
+    stream = torch.cuda.Stream(covariance.device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        values, vectors = torch.linalg.eigh(covariance.double())
+    stream.synchronize()
+    for tensor in (values, vectors):
+        tensor.record_stream(here)
+    return values, vectors
 
 
 def _chosen(spectrum: Tensor, ranks: list[int], vectors: Tensor, storage: torch.dtype) -> Decomposition:

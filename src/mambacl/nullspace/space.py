@@ -21,7 +21,7 @@ from mambacl.nullspace.describing import description
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key, Wanted, gather, run_batches, wanted_feature
 from mambacl.nullspace.optimizer import project_steps
-from mambacl.nullspace.projectors import SMALL, Decomposition, Projector, decompose
+from mambacl.nullspace.projectors import AT_A_TIME, SMALL, Decomposition, Projector, decompose
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.shelf import Shelf
 from mambacl.nullspace.states import State, from_tensors, to_tensors
@@ -314,10 +314,10 @@ class NullSpace:
         precision, dtype = getattr(torch, setting.spectrum), self.basis_dtype()
         decompositions: dict[Key, Decomposition] = {}
         if setting.rank_over == "block":
-            together: dict[object, list[Key]] = {}  # small ones of a shape, large ones each by itself
-            for key in keys:
+            together: dict[object, list[Key]] = {}  # small ones of a shape, large ones a few at a time
+            for number, key in enumerate(keys):
                 shape = self.gathered[-1].covariances[key].shape
-                together.setdefault(shape if shape[-1] <= SMALL else key, []).append(key)
+                together.setdefault(shape if shape[-1] <= SMALL else number // AT_A_TIME, []).append(key)
             for some in together.values():
                 covariances = [self._covariance(key).to(device) for key in some]
                 decompositions |= zip(some, decompose(covariances, setting.rank, precision, dtype), strict=True)

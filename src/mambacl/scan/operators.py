@@ -51,10 +51,11 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy: Tensor | None, dlast: Tensor | None, dkept: None):  # type: ignore[no-untyped-def]
-    u, _, A, *_ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: checkpointing unpacks them only once
+    u, _, A, *_ = saved
     dy = torch.zeros_like(u) if dy is None else dy
     dlast = u.new_zeros(u.shape[0], *A.shape) if dlast is None else dlast
-    return (*_scan_backward(dy, dlast, *ctx.saved_tensors, ctx.backend), None)
+    return (*_scan_backward(dy, dlast, *saved, ctx.backend), None)
 
 
 _scan_backward = operator("scan_backward", _scan_back, _fake_scan_back)
@@ -115,9 +116,10 @@ def _keep_kernel(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _differentiate_kernel(ctx, dy, dlast, dkept, dsteps):  # type: ignore[no-untyped-def]
     need_A = ctx.needs_input_grad[2]
-    u = ctx.saved_tensors[0]
+    saved = ctx.saved_tensors
+    u = saved[0]
     dy = torch.zeros(u.shape, dtype=torch.float32, device=u.device) if dy is None else dy
-    du, ddelta, dA, dB, dC = _kernel_backward(dy, dlast, *ctx.saved_tensors, ctx.softplus, ctx.reverse, need_A)
+    du, ddelta, dA, dB, dC = _kernel_backward(dy, dlast, *saved, ctx.softplus, ctx.reverse, need_A)
     return du, ddelta.to(ctx.dtype), dA if need_A else None, dB, dC, None, None
 
 

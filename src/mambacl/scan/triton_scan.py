@@ -100,16 +100,16 @@ def backward(
     blocks = _blocks(u, B, plan)
     du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
     dA = _new(u, (batch if need_A else 0, *A.shape))
-    dB, dC = _new(u, (batch, blocks, length, states)), _new(u, (batch, blocks, length, states))
+    parts = _new(u, (2, batch, blocks, length, states))  # of dB and of dC
     launch(
         scan_backward,
         (blocks * len(u),),
-        dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, dB, dC,
+        dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts[0], parts[1],
         dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, dy_l=dy.stride(1),
         **_constants(plan, u, delta, A, B, C), LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
         SOFTPLUS=softplus, RELOAD=plan.reload,
     )  # fmt: skip
-    dB, dC = (x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2) for x in (dB, dC))  # (b, l, g, n)
+    dB, dC = parts.unflatten(2, (groups, -1)).sum(3).transpose(2, 3).unbind(0)  # (b, l, g, n)
     return du, ddelta, dA.sum(0), dB, dC
 
 
