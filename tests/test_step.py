@@ -1,17 +1,21 @@
 """A training step: what it adds up, and that a recorded one is the same as one that is not."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from small_run import CONFIG
 from torch import Tensor, nn
 
 import mambacl
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
+from mambacl.training import loop
+from mambacl.training.background import Background
 from mambacl.training.loop import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.training.step import WARM_UP, TrainingStep, rates_are_tensors
@@ -130,3 +134,32 @@ class TestOnAGPU:
         ]
         fast, plain = (run.metrics["final_accuracy_tasks"] for run in runs)
         assert abs(fast - plain) < 0.15  # other augmentations, the same learning
+
+
+def test_files_are_written_beside_the_training_in_order() -> None:
+    done, background = [], Background(on=True)
+    for number in range(5):
+        background.do(partial(done.append, number))
+    background.wait()
+    assert done == list(range(5))
+
+
+def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call() -> None:
+    def fail() -> None:
+        raise OSError("no space left")
+
+    background = Background(on=True)
+    background.do(fail)
+    with pytest.raises(OSError, match="no space left"):
+        background.do(lambda: None)
+    background.wait()
+
+
+def test_a_checkpoint_written_beside_the_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "plain"))
+    monkeypatch.setattr(loop, "Background", lambda on: Background(on=True))
+    beside = mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "beside"))
+    for name in ("last", "previous", "task-end"):
+        one, other = (load_file(run.folder / "checkpoints" / f"{name}.safetensors") for run in (plain, beside))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+    assert plain.results["correct"] == beside.results["correct"]

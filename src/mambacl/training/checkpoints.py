@@ -6,6 +6,7 @@ counts. The latter is the point of commitment: it names the others, and replaces
 `previous.safetensors`. `task-end.safetensors` is the last one that was written at the end of a task.
 """
 
+import copy
 import dataclasses
 import json
 import os
@@ -70,11 +71,24 @@ def save_task_state(folder: RunFolder, task: int, state: Mapping[str, Tensor], t
 def save(
     folder: RunFolder, position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]
 ) -> None:
+    write(folder, *contents(position, method_state, optimizer_state))
+
+
+def contents(
+    position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool = False
+) -> tuple[Position, dict[str, Tensor], dict[str, str]]:
+    """What a checkpoint holds; `copied`, so that it can be written while the training goes on."""
     tensors = {f"method.{name}": tensor for name, tensor in method_state.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_state.items()}
+    if copied:
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        position = copy.deepcopy(position)
     random_tensors, random_text = random_state()
     tensors |= {f"random.{name}": tensor for name, tensor in random_tensors.items()}
-    text = {"position": json.dumps(dataclasses.asdict(position)), "random": random_text}
+    return position, tensors, {"position": json.dumps(dataclasses.asdict(position)), "random": random_text}
+
+
+def write(folder: RunFolder, position: Position, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
     last = folder.checkpoints / LAST
     if last.exists():
         _keep_as(last, folder.checkpoints / PREVIOUS)

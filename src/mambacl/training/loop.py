@@ -18,6 +18,7 @@ from torch import Tensor
 from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics, count_correct
 from mambacl.methods import Method, Task
 from mambacl.training import auditing, checkpoints
+from mambacl.training.background import Background
 from mambacl.training.checkpoints import Checkpoint, Position
 from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
@@ -68,6 +69,7 @@ class Loop:
         self.position = Position()
         self.optimizer: torch.optim.Optimizer | None = None
         self.step: TrainingStep | None = None
+        self.background = Background(fast and device.type == "cuda")
         self.names: list[str] = []
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -201,8 +203,18 @@ class Loop:
         self.position.metrics_length = self.folder.metrics_length()
         mid_task = self.optimizer is not None and self.position.epoch > 0
         optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
-        checkpoints.save(self.folder, self.position, self.method.state_dict(), optimizer_state)
-        self.write_results("running")
+        if not self.background.on:
+            checkpoints.save(self.folder, self.position, self.method.state_dict(), optimizer_state)
+            self.write_results("running")
+            return
+        kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, copied=True)
+        results = self.results("running")
+
+        def write() -> None:
+            checkpoints.write(self.folder, *kept)
+            self.folder.write_json("results.json", results)
+
+        self.background.do(write)
 
     def _record(self, event: str, **values: Any) -> None:
         self.folder.append_metrics({"event": event, **values})
@@ -212,10 +224,16 @@ class Loop:
             self.position.seconds[phase] = self.position.seconds.get(phase, 0.0) + value
 
     def write_results(self, status: str) -> dict[str, Any]:
+        self.background.wait()
+        results = self.results(status)
+        self.folder.write_json("results.json", results)
+        return results
+
+    def results(self, status: str) -> dict[str, Any]:
         position, total = self.position, self.stream.test_counts()
         position.peak_memory = max(position.peak_memory, peak_memory(self.device))
         seconds = {phase: position.seconds.get(phase, 0.0) for phase in PHASES}
-        results = {
+        return {
             "schema": 1,
             "status": status,
             **self.header,
@@ -227,8 +245,6 @@ class Loop:
             "peak_memory_bytes": position.peak_memory,
             "versions": versions(),
         }
-        self.folder.write_json("results.json", results)
-        return results
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()

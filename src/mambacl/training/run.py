@@ -289,6 +289,8 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
 
 def _note_end(loop: Loop, status: str) -> None:
     with suppress(OSError):  # a full disk may be what ended the run
+        loop.background.wait()
+    with suppress(OSError):
         loop.write_results(status)
 
 

@@ -1,0 +1,30 @@
+"""Writing files beside the training: a disk is slow to say that it has everything, and a GPU need not wait for it."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Background:
+    """Does one job at a time in a thread; the next one waits for it. What goes wrong in one is raised by the next call.
+
+    Switched off, a job is done at once.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self._pending: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def do(self, job: Callable[[], None]) -> None:
+        self.wait()
+        if not self.on:
+            job()
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, "mambacl-writer")
+        self._pending = self._thread.submit(job)
+
+    def wait(self) -> None:
+        """Returns when all is done."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
