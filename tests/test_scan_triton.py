@@ -400,6 +400,20 @@ def test_a_frozen_A_has_no_gradient() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_A_may_be_given_by_its_logarithm(n: int) -> None:
+    inputs = tokens(b=2, l=6, d=5, n=n, positive=True)
+    logarithm = (-inputs["A"].double()).log()
+    leaves = {name: tensor.float().requires_grad_() for name, tensor in {**inputs, "A": logarithm}.items()}
+    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in leaves.items()}
+    for given, backend in ((exact, "reference"), (leaves, "triton")):
+        y, last = scan_tokens(**given, backend=backend, log_A=True)
+        (slope(y) * y).sum().add(last.sum()).backward()
+    for name, leaf in leaves.items():
+        assert_close(leaf.grad, exact[name].grad, 2e-6, name)
+
+
+@kernels
 def test_without_gradients_nothing_is_recorded() -> None:
     y, last = scan_tokens(**tokens(b=1, l=3, d=5, n=3), backend="triton")
     assert not y.requires_grad and not last.requires_grad
@@ -537,7 +551,7 @@ def test_operator_is_registered_as_pytorch_wants_it(softplus: bool, reverse: boo
     inputs["B"] = inputs["B"].bfloat16()
     inputs["delta"] = inputs["delta"].mT.contiguous().mT  # the steps are laid out as promised all the same
     leaves = [tensor.requires_grad_(not (frozen and name == "A")) for name, tensor in inputs.items()]
-    result = torch.library.opcheck(torch.ops.mambacl.scan_kernel.default, (*leaves, softplus, reverse))
+    result = torch.library.opcheck(torch.ops.mambacl.scan_kernel.default, (*leaves, not softplus, softplus, reverse))
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -547,8 +561,8 @@ def test_backward_operator_is_registered_as_pytorch_wants_it(softplus: bool, nee
     inputs = tokens(b=1, l=3, d=4, n=2, groups=2, positive=True)
     inputs["u"] = inputs["u"].mT.contiguous().mT
     inputs |= {"B": inputs["B"].half(), "C": inputs["C"].bfloat16()}
-    y, last, kept, _ = torch.ops.mambacl.scan_kernel(*inputs.values(), False, False)
-    arguments = (slope(y), slope(last), *inputs.values(), kept, softplus, False, need_A)
+    y, last, kept, _ = torch.ops.mambacl.scan_kernel(*inputs.values(), False, False, False)
+    arguments = (slope(y), slope(last), *inputs.values(), kept, False, softplus, False, need_A)
     result = torch.library.opcheck(torch.ops.mambacl.scan_kernel_backward.default, arguments)
     assert set(result.values()) == {"SUCCESS"}
 

@@ -108,8 +108,8 @@ def test_every_scan_is_the_recorded_one(golden, monkeypatch):
     model, tensors = golden
     calls = []
 
-    def record(u, steps, A, B, C, softplus):
-        result = original(u, steps, A, B, C, softplus=softplus)
+    def record(u, steps, A, B, C, **options):
+        result = original(u, steps, A, B, C, **options)
         calls.append({"u": u, "delta": F.softplus(steps), "B": B, "C": C, "out": result[0]})
         return result
 

@@ -145,8 +145,8 @@ class Mixer(nn.Module):
             steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)))
             plain = config.delta_scale_factor == 1.0
             steps = steps if plain else F.softplus(steps) / config.delta_scale_factor
-            A = -torch.exp(at_least_float32(self.A_log))
-            y, _ = scan_tokens(x, steps, A, B, C, softplus=plain)  # 5. delta = softplus(steps), and 6.
+            # 5. delta = softplus(steps), and 6. with A = -exp(A_log)
+            y, _ = scan_tokens(x, steps, self.A_log, B, C, log_A=True, softplus=plain)
             y = fused.gated_group_norm(y, x, self.D, z, config.group_norm_size, 1e-6, z.dtype)  # 7. and 8.
         return self.out_proj(y)  # 9.
 

@@ -20,8 +20,8 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the norm taken in float32 or better. `before_linear`: what follows is a linear layer, so that
-    under autocast the output may have the type that it would be cast to."""
+    """x / rms(x) * weight, the norm taken in float32 or better. `before_linear`: a linear layer follows, so that under
+    autocast the output may have the type that it would be cast to."""
 
     def __init__(self, features: int, eps: float, before_linear: bool = False) -> None:
         super().__init__()

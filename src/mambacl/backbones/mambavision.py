@@ -98,8 +98,7 @@ class MambaVisionMixer(nn.Module):
         with full_precision(x):
             # The bias enters twice, as the public weights were trained.
             steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias)  # 4.
-            A = -torch.exp(at_least_float32(self.A_log))
-            y, _ = scan_tokens(x, steps, A, B.unsqueeze(2), C.unsqueeze(2), softplus=True)  # 5.
+            y, _ = scan_tokens(x, steps, self.A_log, B.unsqueeze(2), C.unsqueeze(2), log_A=True, softplus=True)  # 5.
             y = torch.addcmul(y, at_least_float32(self.D), at_least_float32(x))
             y = torch.cat((y, at_least_float32(z)), dim=-1)  # 6. (b, l, 2 h); no gate
         return self.out_proj(y.to(tokens.dtype))  # 7.

@@ -138,8 +138,9 @@ class Mixer(nn.Module):
         with full_precision(x):
             # The directions are two groups of channels of one scan, so that a backend goes through time once.
             x, steps, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
-            A = -torch.exp(at_least_float32(torch.cat((self.A_log, self.A_b_log))))
-            y, _ = scan_tokens(x, steps, A, B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1)), softplus=True)  # 5.
+            A = torch.cat((self.A_log, self.A_b_log))
+            B, C = B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1))
+            y, _ = scan_tokens(x, steps, A, B, C, log_A=True, softplus=True)  # 5.
             y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), at_least_float32(x))  # 6.
             y_ahead, y_back = y.chunk(2, dim=-1)
             # Both directions have the same gate, the backward one flipped: it is applied once, to their sum.

@@ -179,8 +179,7 @@ class SS2D(nn.Module):
         x = self.act(self.conv2d(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
         u, steps, B, C = self.scan_inputs(x)
         with full_precision(x):
-            A = -torch.exp(at_least_float32(self.A_logs))
-            y, _ = scan_tokens(u, steps, A, B, C, softplus=True)  # (b, l, 4 d)
+            y, _ = scan_tokens(u, steps, self.A_logs, B, C, log_A=True, softplus=True)  # (b, l, 4 d)
             y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
             # Every direction adds its own D * x, of the same x once the tokens are back in their places.
             D = at_least_float32(self.Ds).unflatten(0, (DIRECTIONS, -1)).sum(0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from mambacl.bench.nullspace import fill_with_random
 from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Case, Sizes
 from mambacl.bench.timing import Clock
-from mambacl.methods.mamba_cl import MambaCL
 from mambacl.training.step import WARM_UP
 
 METHODS = {"sequential": "sequential", "projected": "mamba-cl"}
@@ -64,8 +64,8 @@ def _row(clock: Clock, case: Case, name: str, batch: int) -> Row:
 def _stepper(method: str, model: nn.Module, given: Tensor, labels: Tensor, name: str) -> partial[None]:
     """A step of the loop, the next at each call."""
     loop = make_loop(method, model, setting("paper"), bf16=name == "bf16")
-    if isinstance(loop.method, MambaCL):
-        fill_with_random(loop.method.space)
+    if method == METHODS["projected"]:
+        fill_with_random(cast(Any, loop.method).space)
     loop._new_optimizer()
     loop._new_step()
     assert loop.step is not None

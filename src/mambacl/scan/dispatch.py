@@ -86,14 +86,15 @@ def scan_tokens(
     C: Tensor,
     backend: str = "auto",
     *,
+    log_A: bool = False,
     softplus: bool = False,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence alone, in the layout that every backend works in: tokens before channels, no copies.
 
     u, delta (b, l, d); A (d, n); B, C (b, l, g, n), of any floating types: computed in float32, or in float64 when one
-    is float64. Output (b, l, d) and last state (b, d, n) in that dtype. With `softplus` the steps are softplus(delta);
-    `reverse` goes from the last token to the first.
+    is float64. Output (b, l, d) and last state (b, d, n) in that dtype. With `log_A`, A holds log(-A), as models keep
+    it; with `softplus` the steps are softplus(delta); `reverse` goes from the last token to the first.
     """
     dtype = torch.float32
     for tensor in (u, delta, A, B, C):
@@ -102,9 +103,11 @@ def scan_tokens(
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
     backend = chosen_backend(u, A, backend, dtype)
     if backend == "triton":
-        y, last, _, _ = operators.scan_kernel(u, delta, A.float(), B, C, softplus, reverse)
+        y, last, _, _ = operators.scan_kernel(u, delta, A.float(), B, C, log_A, softplus, reverse)
         return y, last
     u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
+    if log_A:
+        A = -torch.exp(A)
     if softplus:
         delta = F.softplus(delta)
     if reverse:

@@ -66,11 +66,12 @@ scan = operator("scan", _scan, _fake_scan, _keep, _differentiate)
 
 
 def _kernel(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, softplus: bool, reverse: bool
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, log_A: bool, softplus: bool, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, last state, states for the backward, and with `softplus` the steps, all in float32."""
+    """Output, last state, states for the backward, and with `softplus` the steps, all in float32. With `log_A`, A holds
+    log(-A)."""
     steps = F.softplus(delta.float()).contiguous() if softplus else delta
-    y, last, kept = triton_scan.forward(u, steps, A, B, C, reverse)
+    y, last, kept = triton_scan.forward(u, steps, A, B, C, reverse, log_A)
     return y, last, kept, steps if softplus else delta.new_empty(0, dtype=torch.float32)
 
 
@@ -83,18 +84,19 @@ def _kernel_back(
     B: Tensor,
     C: Tensor,
     kept: Tensor,
+    log_A: bool,
     softplus: bool,
     reverse: bool,
     need_A: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`delta` holds the steps, after the softplus."""
     du, ddelta, dA, dB, dC = triton_scan.backward(
-        dy, dlast, u, delta, A, B, C, kept, reverse, softplus=softplus, need_A=need_A
+        dy, dlast, u, delta, A, B, C, kept, reverse, log_A, softplus=softplus, need_A=need_A
     )
     return du, ddelta, dA, dB.contiguous().to(B.dtype), dC.contiguous().to(C.dtype)
 
 
-def _fake_kernel(u, delta, A, B, C, softplus, reverse):  # type: ignore[no-untyped-def]
+def _fake_kernel(u, delta, A, B, C, log_A, softplus, reverse):  # type: ignore[no-untyped-def]
     def new(*shape: int) -> Tensor:
         return u.new_empty(shape, dtype=torch.float32)
 
@@ -102,13 +104,15 @@ def _fake_kernel(u, delta, A, B, C, softplus, reverse):  # type: ignore[no-untyp
     return new(*u.shape), new(u.shape[0], *A.shape), new(*kept), new(*(u.shape if softplus else (0,)))
 
 
-def _fake_kernel_back(dy, dlast, u, delta, A, B, C, kept, softplus, reverse, need_A):  # type: ignore[no-untyped-def]
+def _fake_kernel_back(  # type: ignore[no-untyped-def]
+    dy, dlast, u, delta, A, B, C, kept, log_A, softplus, reverse, need_A
+):
     ddelta = u.new_empty(u.shape, dtype=torch.float32)
     return u.new_empty(u.shape), ddelta, A.new_empty(A.shape), B.new_empty(B.shape), C.new_empty(C.shape)
 
 
 def _keep_kernel(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    u, delta, A, B, C, ctx.softplus, ctx.reverse = inputs
+    u, delta, A, B, C, ctx.log_A, ctx.softplus, ctx.reverse = inputs
     ctx.dtype = delta.dtype
     ctx.save_for_backward(u, output[3] if ctx.softplus else delta, A, B, C, output[2])
     ctx.set_materialize_grads(False)  # else zeros for what nobody differentiates
@@ -119,8 +123,8 @@ def _differentiate_kernel(ctx, dy, dlast, dkept, dsteps):  # type: ignore[no-unt
     saved = ctx.saved_tensors
     u = saved[0]
     dy = torch.zeros(u.shape, dtype=torch.float32, device=u.device) if dy is None else dy
-    du, ddelta, dA, dB, dC = _kernel_backward(dy, dlast, *saved, ctx.softplus, ctx.reverse, need_A)
-    return du, ddelta.to(ctx.dtype), dA if need_A else None, dB, dC, None, None
+    du, ddelta, dA, dB, dC = _kernel_backward(dy, dlast, *saved, ctx.log_A, ctx.softplus, ctx.reverse, need_A)
+    return du, ddelta.to(ctx.dtype), dA if need_A else None, dB, dC, None, None, None
 
 
 _kernel_backward = operator("scan_kernel_backward", _kernel_back, _fake_kernel_back)

@@ -44,6 +44,15 @@ def _before(i, count):
 
 
 @triton.jit
+def _decay(A_ptr, matrix, mask, LOG_A: tl.constexpr):
+    """A of a tile, or from log(-A), times log2(e): the kernels take powers of two."""
+    A = tl.load(A_ptr + matrix, mask=mask, other=0.0)
+    if LOG_A:
+        A = tl.where(mask, -tl.exp(A), 0.0)
+    return A * LOG2E
+
+
+@triton.jit
 def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
     """T steps of an input; in the tail, those from `count` on are zeros."""
     found = ()
@@ -102,7 +111,7 @@ def scan_forward(
     u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr, C_l: tl.constexpr,
     C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, EVERY: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, LOG_A: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """u, delta, y: (b, l, d); A (d, n); B, C (b, l, g, n); last (b, d, n); kept (b, chunks, n, d)."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
@@ -111,7 +120,7 @@ def scan_forward(
     blocks: tl.constexpr = D // K * BLOCKS
     block, image = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
-    A = LOG2E * tl.load(A_ptr + matrix, mask=there & real, other=0.0)
+    A = _decay(A_ptr, matrix, there & real, LOG_A)
     start = image * 0  # offsets are of 64 bits, and start from here
     if REVERSE:
         start += L - 1
@@ -256,18 +265,20 @@ def scan_backward(
     dy_l: tl.constexpr, u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr,
     C_l: tl.constexpr, C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, EVERY: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, LOG_A: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     REVERSE: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """du, ddelta (b, l, d); dA (b, d, n), to be summed over b; dB, dC (b, blocks, l, n), to be summed over a group's
-    blocks. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it."""
+    blocks. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it; with LOG_A,
+    A holds log(-A), and dA its gradient."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
     blocks: tl.constexpr = D // K * BLOCKS
     block, image = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
-    A = LOG2E * tl.load(A_ptr + matrix, mask=there & real, other=0.0)
+    A = _decay(A_ptr, matrix, there & real, LOG_A)
     start = image * 0  # offsets are of 64 bits, and start from here
     if REVERSE:
         start += L - 1
@@ -320,4 +331,6 @@ def scan_backward(
             WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, False,
         )  # fmt: skip
     if NEED_A:
+        if LOG_A:
+            dA *= LN2 * A
         tl.store(dA_ptr + image * D * N + matrix, dA, mask=there & real)

@@ -64,9 +64,10 @@ def kept_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, reverse: bool = False, keep: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, last state and, unless `keep` is false, the states for the backward."""
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, reverse: bool = False, log_A: bool = False,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, last state and, unless `keep` is false, the states for the backward. With `log_A`, A holds log(-A)."""
     from mambacl.fused.launch import launch
     from mambacl.scan.triton_kernels import scan_forward
 
@@ -78,17 +79,18 @@ def forward(
         scan_forward,
         (_blocks(u, B, plan) * len(u),),
         u, delta, A, B, C, y, last, kept, u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1],
-        **_constants(plan, u, delta, A, B, C), KEEP=keep, REVERSE=reverse,
+        **_constants(plan, u, delta, A, B, C), LOG_A=log_A, KEEP=keep, REVERSE=reverse,
     )  # fmt: skip
     return y, last, kept
 
 
 def backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, kept: Tensor,
-    reverse: bool = False, softplus: bool = False, need_A: bool = True,
+    reverse: bool = False, log_A: bool = False, softplus: bool = False, need_A: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all inputs, in float32 but for u's, which has u's dtype. With `softplus`, delta is one, and its
-    gradient that of what went into it. Without `need_A` there are no sums for A."""
+    gradient that of what went into it; with `log_A`, A holds log(-A), and its gradient is that of it. Without `need_A`
+    there are no sums for A."""
     from mambacl.fused.launch import launch
     from mambacl.scan.triton_kernels import scan_backward
 
@@ -106,7 +108,7 @@ def backward(
         (blocks * len(u),),
         dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts[0], parts[1],
         dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, dy_l=dy.stride(1),
-        **_constants(plan, u, delta, A, B, C), LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
+        **_constants(plan, u, delta, A, B, C), LOG_A=log_A, LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
         SOFTPLUS=softplus, RELOAD=plan.reload,
     )  # fmt: skip
     dB, dC = parts.unflatten(2, (groups, -1)).sum(3).transpose(2, 3).unbind(0)  # (b, l, g, n)
