@@ -1,6 +1,8 @@
 """Metrics on recorded and on hand-made matrices."""
 
 import json
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,14 @@ import pytest
 from mambacl.evaluation import all_metrics
 from mambacl.evaluation.metrics import (
     METRICS,
+    OVER_IMAGES,
     accuracy_matrix,
     accuracy_over_images,
     accuracy_over_tasks,
     forgetting,
     forgetting_public,
 )
+from mambacl.reports.tables import FORMULAS
 
 CORRECT = [[9], [6, 16], [8, 10, 27]]
 TOTAL = [10, 20, 30]
@@ -29,7 +33,9 @@ def test_every_metric_of_a_hand_made_matrix() -> None:
         "final_accuracy_images": pytest.approx(0.75),
         "forgetting": pytest.approx((0.1 + 0.3) / 2),
         "forgetting_public": pytest.approx((0.1 + 0.3) / 2),
+        "forgetting_first_to_last": pytest.approx((0.1 + 0.3) / 2),
         "average_incremental_accuracy": pytest.approx((0.9 + 22 / 30 + 0.75) / 3),
+        "average_incremental_accuracy_tasks": pytest.approx((0.9 + 0.7 + 2.2 / 3) / 3),
         "learning_accuracy": pytest.approx((0.9 + 0.8 + 0.9) / 3),
         "backward_transfer": pytest.approx((-0.1 - 0.3) / 2),
     }
@@ -39,6 +45,46 @@ def test_a_task_that_improves_at_the_end_tells_the_two_forgettings_apart() -> No
     correct = [[5], [9, 9]]
     assert forgetting(correct, [10, 10]) == pytest.approx(-0.4)
     assert forgetting_public(correct, [10, 10]) == 0.0
+
+
+def test_three_code_bases_call_three_figures_forgetting() -> None:
+    R = [[0.80], [0.90, 0.70], [0.86, 0.78, 0.60], [0.84, 0.74, 0.66, 0.90]]
+    found = all_metrics(R, [1] * 4)
+    assert found["forgetting"] == pytest.approx((0.06 + 0.04 - 0.06) / 3)  # best of the rows before the last
+    assert found["forgetting_public"] == pytest.approx((0.06 + 0.04 + 0.0) / 3)  # and of the last as well
+    assert found["forgetting_first_to_last"] == pytest.approx((-0.04 - 0.04 - 0.06) / 3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_where_nothing_changes_nothing_is_forgotten(share: float) -> None:
+    correct, total = [[share * n for n in (8, 20, 40, 4)[: t + 1]] for t in range(4)], [8, 20, 40, 4]
+    for name, value in all_metrics(correct, total).items():
+        assert value == pytest.approx(share if "accuracy" in name else 0.0), name
+
+
+def test_properties_of_any_matrix() -> None:
+    draw = random.Random(0)
+    for tasks in range(2, 8):
+        total = [draw.randint(1, 50) for _ in range(tasks)]
+        correct = [[draw.randint(0, n) for n in total[: t + 1]] for t in range(tasks)]
+        found = all_metrics(correct, total)
+        assert found["forgetting_public"] >= max(0.0, found["forgetting"], found["forgetting_first_to_last"]) - 1e-12
+        assert found["forgetting_first_to_last"] == -found["backward_transfer"]
+        assert all(0 <= value <= 1 for name, value in found.items() if "accuracy" in name)
+        # the same accuracies on ten times the images are the same figures
+        again = all_metrics([[10 * right for right in row] for row in correct], [10 * n for n in total])
+        assert again == {name: pytest.approx(value) for name, value in found.items()}
+        # R alone gives all but those over images, and those too where the tasks are of one size
+        alone = all_metrics(accuracy_matrix(correct, total), [1] * tasks)
+        assert all(alone[name] == pytest.approx(found[name]) for name in METRICS if name not in OVER_IMAGES)
+        assert alone["final_accuracy_images"] == pytest.approx(alone["final_accuracy_tasks"])
+
+
+def test_every_metric_has_a_formula_here_and_in_the_documentation() -> None:
+    words = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name, metric in METRICS.items():
+        assert f"`{name}`" in words and name in FORMULAS
+        assert re.search(r"mean_|sum_", metric.__doc__ or ""), name
 
 
 @pytest.mark.parametrize("metric", METRICS)

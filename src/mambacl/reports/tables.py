@@ -18,8 +18,10 @@ FORMULAS = {
     "final_accuracy_images": "final accuracy: right answers over all test images after the last task",
     "forgetting": "forgetting: best over the rows before the last, the paper's formula",
     "forgetting_public": "forgetting (public code): best over all rows, the last included",
+    "forgetting_first_to_last": "forgetting (first to last): accuracy just after a task less that after the last task",
     "learning_accuracy": "learning accuracy: mean accuracy on each task just after it was learned",
     "average_incremental_accuracy": "average incremental accuracy: mean over t of the accuracy over images after t",
+    "average_incremental_accuracy_tasks": "average incremental accuracy: mean over t of the mean over tasks after t",
     "backward_transfer": "backward transfer: mean over the tasks before the last of the accuracy after the last task "
     "less the accuracy just after that task",
 }
@@ -168,7 +170,12 @@ def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmar
     for group in groups:
         if len({str(run.seed) for run in group.runs}) < len(group.runs):
             notes.append(f"{group.label}: a seed occurs more than once, so the deviation is too small")
-    images = {sum(run.results["total"]) for run in runs if run.finished}
+    tools = list(dict.fromkeys(run.results["imported"] for run in runs if "imported" in run.results))
+    if tools:
+        notes.append(
+            f"imported from {', '.join(tools)}: accuracies as the file gives them, on its own split and class order"
+        )
+    images = {sum(run.results["total"]) for run in runs if run.finished and "imported" not in run.results}
     if len(images) > 1 and not several_benchmarks:
         notes.append(f"the runs were not tested on the same number of images: {min(images):,} to {max(images):,}")
     return notes

@@ -1,0 +1,58 @@
+"""Classes as prototypes in several feature spaces at once: the mathematics of EASE (Zhou et al., CVPR 2024).
+
+`prototypes` is (classes, subspaces, d): the mean feature of a class in each subspace, or what takes its place. The
+classes are in the order in which they were learned, `widths` of them a task; task i has made subspace i.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambacl.classifiers.cosine import cosines
+
+
+def class_sums(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Sums of the features (b, d) of each class, (classes, d), and how many there are, in float64."""
+    members = F.one_hot(labels, classes).T.double()  # a product sums in the same order each time, unlike an index_add
+    return members @ features.double(), members.sum(1)
+
+
+def similarities(old: Tensor, new: Tensor) -> Tensor:
+    """How much each old class (o, d) is like each new one (n, d) of the same subspace: (o, n), its rows add up to 1."""
+    return torch.softmax(cosines(old, new), dim=1)
+
+
+def mapped(old: Tensor, new: Tensor, new_there: Tensor) -> Tensor:
+    """The prototypes that old classes (o, d) would have in another subspace: those of the new classes there, (n, d), in
+    the proportions in which the old ones are like the new ones here."""
+    return similarities(old, new) @ new_there
+
+
+def completed(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
+    """With the last subspace filled in for all classes but the last task's, which have been seen in every subspace."""
+    prototypes, last = prototypes.clone(), len(widths) - 1
+    new, first = prototypes[sum(widths[:last]) :], 0
+    for task, width in enumerate(widths[:last]):
+        old = prototypes[first : first + width, task]  # in their own subspace
+        prototypes[first : first + width, last] = mapped(old, new[:, task], new[:, last])
+        first += width
+    return prototypes
+
+
+def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False) -> Tensor:
+    """(classes, subspaces): 1 for a class's own subspace and alpha for each other one, or, with `mean`, for all others
+    together."""
+    tasks = len(widths)
+    other = alpha / max(1, tasks - 1) if mean else alpha
+    by_task = torch.full((tasks, tasks), other).fill_diagonal_(1.0)
+    return by_task.repeat_interleave(torch.tensor(widths), dim=0)
+
+
+def ensemble(features: Sequence[Tensor], prototypes: Tensor, weights: Tensor) -> Tensor:
+    """Logits (b, classes): cosines in each subspace, weighted. `features` has one (b, d) a subspace."""
+    logits = torch.zeros(len(features[0]), len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
+    for k, feature in enumerate(features):
+        logits = logits + weights[:, k] * cosines(feature, prototypes[:, k])
+    return logits

@@ -1,0 +1,98 @@
+"""Reads `tables.yaml`, once and only when a table is asked for."""
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mambacl.errors import UserError
+from mambacl.registry import did_you_mean
+
+FILE = Path(__file__).parent / "tables.yaml"
+QUOTED = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?:±(?P<std>\d+\.\d+))?(?P<mark>[†*]?)(?: \((?P<share>\d+\.\d+%)\))?")
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """One value as it is printed in the paper."""
+
+    text: str
+    mean: float
+    std: float | None = None
+    mark: str = ""
+    """† or *, for a value that comes from elsewhere than its row"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's values by benchmark and metric; None where the paper has none."""
+
+    method: str
+    source: str
+    values: Mapping[tuple[str, str], Quoted | None]
+    venue: str = ""
+    cite: str = ""
+    complexity: str = ""
+    run: Mapping[str, Any] | None = None
+    """what a run must be to stand here; None for a method that is not in mambacl"""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    name: str
+    label: str
+    title: str
+    columns: tuple[str, ...]
+    metrics: tuple[str, ...]
+    rows: tuple[Row, ...]
+    backbone: str = ""
+    """of the paper's own rows; empty where it differs by row"""
+    keys: tuple[tuple[str, str], ...] = field(default=())
+    """benchmark and metric of each column, in the paper's order"""
+
+
+def table_names() -> list[str]:
+    return list(_contents()["tables"])
+
+
+def sources() -> dict[str, str]:
+    """What the words and marks for the origin of a value mean."""
+    return dict(_contents()["sources"])
+
+
+@functools.cache
+def paper_table(name: str) -> PaperTable:
+    known = _contents()["tables"]
+    if name not in known:
+        raise UserError(f"The paper has no table '{name}' here.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    entry = known[name]
+    columns, metrics = tuple(entry["columns"]), tuple(entry["metrics"])
+    keys = tuple((column, metric) for column in columns for metric in metrics)
+    rows = []
+    for row in entry["rows"]:
+        words = {key: row[key] for key in ("venue", "cite", "complexity") if key in row}
+        values = dict(zip(keys, map(_quoted, row["values"]), strict=True))
+        rows.append(Row(row["method"], row["source"], values, run=row.get("run"), **words))
+    return PaperTable(
+        name, entry["label"], entry["title"], columns, metrics, tuple(rows), entry.get("backbone", ""), keys
+    )
+
+
+def _quoted(text: str) -> Quoted | None:
+    if text == "-":
+        return None
+    match = QUOTED.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{FILE}: '{text}' is no value as in 81.67±0.37.")
+    std = match["std"]
+    return Quoted(text, float(match["mean"]), None if std is None else float(std), match["mark"])
+
+
+@functools.cache
+def _contents() -> dict[str, Any]:
+    contents: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # all as text
+    return contents

@@ -1,0 +1,82 @@
+"""Accuracy matrices of other tools as records beside those of our own runs."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from mambacl.errors import UserError
+from mambacl.evaluation import METRICS, OVER_IMAGES
+from mambacl.evaluation.metrics import mean
+from mambacl.reports.foreign_logs import reader_of
+from mambacl.reports.matrix_files import MatrixOf, read_csv, read_json
+from mambacl.reports.runs import SCHEMA, RunRecord
+
+PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".joblib")
+COUNTED = ("cifar100", "imagenet-r", "domainnet-s200", "domainnet-345")
+"""data sets whose benchmarks are named by the number of tasks, as in cifar100-10"""
+
+
+def import_records(
+    files: Sequence[str | Path], method: str | None = None, benchmark: str | None = None
+) -> list[RunRecord]:
+    """A record for each matrix in the files; `method` and `benchmark` go before what a file says."""
+    records: list[RunRecord] = []
+    seen: Counter[tuple[str, str]] = Counter()
+    for path in dict.fromkeys(map(Path, files)):
+        for matrix in read_matrices(path):
+            name = method or matrix.method or path.stem
+            where = _benchmark(path, matrix, benchmark)
+            seed = matrix.seed if matrix.seed is not None else seen[name, where]
+            seen[name, where] += 1
+            records.append(_record(path, matrix, name, where, seed))
+    return records
+
+
+def read_matrices(path: Path) -> list[MatrixOf]:
+    """Whatever the file is of: PILOT, Mammoth, Avalanche, JSON, or else CSV."""
+    if path.suffix.lower() in PICKLES:
+        raise UserError(f"{path} may hold a pickle, which is never opened; save the matrix as CSV or JSON.")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path} to import.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text; save the matrix as CSV or JSON.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a file of accuracies.") from None
+    if "\0" in text:
+        raise UserError(f"{path} is not text; save the matrix as CSV or JSON.")
+    if path.suffix.lower() == ".json":
+        return read_json(path, text)
+    return (reader_of(text) or read_csv)(path, text)
+
+
+def _benchmark(path: Path, matrix: MatrixOf, given: str | None) -> str:
+    name, tasks = given or matrix.benchmark, len(matrix.rows)
+    if name is None:
+        raise UserError(f"{path} does not say its benchmark; add --import-benchmark, such as cifar100-{tasks}.")
+    if name in COUNTED:
+        return f"{name}-{tasks}"
+    counted = re.fullmatch(rf"(?:{'|'.join(COUNTED)})-(\d+)", name)
+    if counted and int(counted[1]) != tasks:
+        raise UserError(f"{path} has {tasks} tasks, and {name} has {counted[1]}; give the benchmark that it is of.")
+    return name
+
+
+def _record(path: Path, matrix: MatrixOf, method: str, benchmark: str, seed: int) -> RunRecord:
+    """R stands for counts, with totals of one, where the file does not say how many images a task has."""
+    total = list(matrix.total or [1] * len(matrix.rows))
+    correct = [[value * total[j] for j, value in enumerate(row)] for row in matrix.rows]
+    metrics = {
+        name: metric(correct, total) for name, metric in METRICS.items() if matrix.total or name not in OVER_IMAGES
+    }
+    if matrix.over_images:
+        metrics["final_accuracy_images"] = matrix.over_images[-1]
+        metrics["average_incremental_accuracy"] = mean(matrix.over_images)
+    results = {
+        "schema": SCHEMA, "status": "finished", "benchmark": benchmark, "method": method, "seed": seed,
+        "backbone": f"imported ({matrix.tool})", "imported": matrix.tool, "class_names": [], "class_order": [],
+        "tasks": [[] for _ in total], "correct": correct, "total": total, "metrics": metrics,
+    }  # fmt: skip
+    return RunRecord(path, results)

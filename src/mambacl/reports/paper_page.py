@@ -1,0 +1,158 @@
+"""How a comparison with the paper looks: a table for every format, a long CSV, and the page."""
+
+import csv
+import io
+from pathlib import Path
+
+from mambacl.paper import Quoted, sources
+from mambacl.reports.groups import Value
+from mambacl.reports.markup import Section, copyable, document, escaped, facts, table_html
+from mambacl.reports.page import write_files
+from mambacl.reports.paper_table import Comparison, Key, Line
+from mambacl.reports.rendering import to_latex, to_markdown
+from mambacl.reports.tables import FORMULAS, Cell, Column, Table
+
+UNITS = {
+    "accuracy": "per cent",
+    "forgetting": "per cent",
+    "minutes": "minutes",
+    "gflops": "GFLOP",
+    "inference_ms": "ms",
+}
+NAMED_ROWS = 6
+CSV_HEAD = ("table", "method", "venue", "runs", "benchmark", "metric", "seeds", "ours", "ours_std", "paper",
+            "paper_std", "mark", "source", "difference")  # fmt: skip
+
+
+def laid_out(comparison: Comparison) -> Table:
+    """The paper's rows and columns; where there are runs of ours, three columns instead of one."""
+    table = comparison.table
+    has_venue, has_complexity = any(row.venue for row in table.rows), any(row.complexity for row in table.rows)
+    filled = {key for line in comparison.lines for key in line.ours}
+    columns = [Column("method", text=True), *[Column("venue", text=True)] * has_venue, Column("runs", text=True)]
+    for benchmark, metric in comparison.keys:
+        title = f"{benchmark} {metric.removesuffix('_ms')}"
+        known, quoted = (benchmark, metric) in filled, benchmark in table.columns
+        columns += [Column(f"{title} ours")] * known + [Column(f"{title} paper")] * quoted
+        columns += [Column(f"{title} difference")] * (known and quoted)
+    columns += [Column("complexity", text=True)] * has_complexity
+    rows = []
+    for line in comparison.lines:
+        row: list[Cell] = [line.name, *[line.venue or None] * has_venue, line.state]
+        for key in comparison.keys:
+            known, quoted = key in filled, key[0] in table.columns
+            row += [_ours(line, key)] * known + [_paper(line.paper(key))] * quoted
+            row += [_difference(line, key)] * (known and quoted)
+        row += [line.row.complexity if line.row and line.row.complexity else None] * has_complexity
+        rows.append(tuple(row))
+    units = " and ".join(dict.fromkeys(UNITS[metric] for metric in table.metrics))
+    caption = f"{table.title}, in {units}: the paper's table '{table.name}' ({table.label})"
+    return Table(caption, tuple(columns), tuple(rows), tuple(_notes(comparison)))
+
+
+def long_csv(comparison: Comparison) -> str:
+    """A line a cell, so that nothing has to be taken apart."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_HEAD)
+    for line in comparison.lines:
+        for key in comparison.keys:
+            ours, paper, difference = line.ours.get(key), line.paper(key), line.difference(key)
+            if ours is None and paper is None:
+                continue
+            seeds = " ".join(line.seeds(key[0])) if ours else ""
+            cells = [f"{ours.mean:.4f}" if ours else "", _four(ours.std if ours else None)]
+            cells += [f"{paper.mean:g}" if paper else "", f"{paper.std:g}" if paper and paper.std is not None else ""]
+            cells += [paper.mark if paper else "", line.row.source if line.row else "", _four(difference)]
+            writer.writerow([comparison.table.name, line.name, line.venue, line.state, *key, seeds, *cells])
+    return out.getvalue()
+
+
+def paper_page(comparison: Comparison) -> str:
+    table = laid_out(comparison)
+    title = f"{comparison.table.title}: ours and the paper's"
+    entries: list[tuple[str, object]] = [("table", comparison.table.name)]
+    entries += [("runs", len({run.folder for line in comparison.lines for run in line.runs}))]
+    body = table_html(table) + copyable("Markdown", to_markdown(table)) + copyable("LaTeX", to_latex(table))
+    return document(title, f"<h1>{escaped(title)}</h1>{facts(entries)}", [Section("table", "Results", body)])
+
+
+def write_paper_table(comparison: Comparison, target: Path) -> Path:
+    """`paper-NAME.html`, and the table beside it as `.md`, `.tex` and `.csv`; returns the page's path."""
+    table, stem = laid_out(comparison), f"paper-{comparison.table.name}"
+    files = {f"{stem}.md": to_markdown(table), f"{stem}.tex": to_latex(table), f"{stem}.csv": long_csv(comparison)}
+    files[f"{stem}.html"] = paper_page(comparison)
+    write_files(target, {name: text.encode() for name, text in files.items()})
+    return target / f"{stem}.html"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    table, lines = comparison.table, comparison.lines
+    notes = []
+    if "accuracy" in table.metrics:
+        notes.append(f"accuracy, ours, is {_formula(comparison.names.accuracy)}")
+    if "forgetting" in table.metrics:
+        notes.append(f"forgetting, ours, is {_formula(comparison.names.forgetting)}")
+    notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours less the paper's")
+    notes += _where_from(comparison)
+    if any(line.state == "not in mambacl" for line in lines):
+        notes.append("not in mambacl: a method on a ViT, or one that is not there yet; the paper's value stands alone")
+    if table.backbone:
+        for line in lines:
+            used = [run.backbone for run in line.runs if run.backbone != table.backbone and line.row]
+            used = [name for name in dict.fromkeys(used) if not name.startswith("imported")]
+            if used:
+                notes.append(f"{line.name}: on {', '.join(used)}, where the paper has {table.backbone}")
+    every = [run for line in lines for run in line.runs]
+    tools = dict.fromkeys(str(run.results["imported"]) for run in every if "imported" in run.results)
+    if tools:
+        notes.append(
+            f"imported from {', '.join(tools)}: on the split, class order and backbone of whoever made the file"
+        )
+    if any(value.std is None for line in lines for value in line.ours.values()):
+        notes.append("a single seed has no deviation")
+    for line in lines:
+        for benchmark in dict.fromkeys(key[0] for key in line.ours):
+            if len(set(line.seeds(benchmark))) < len(line.seeds(benchmark)):
+                notes.append(f"{line.name}, {benchmark}: a seed occurs more than once, so the deviation is too small")
+    for run in comparison.left_out:
+        notes.append(f"left out, for it is not finished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder}")
+    return notes
+
+
+def _where_from(comparison: Comparison) -> list[str]:
+    """Where the paper has its values from: by row, and by mark."""
+    known, notes = sources(), []
+    for source in dict.fromkeys(row.source for row in comparison.table.rows):
+        methods = list(dict.fromkeys(row.method for row in comparison.table.rows if row.source == source))
+        which = ", ".join(methods) if len(methods) <= NAMED_ROWS else f"{methods[0]} to {methods[-1]}"
+        notes.append(f"paper, from {known[source]}: {which}")
+    marks = {value.mark for row in comparison.table.rows for value in row.values.values() if value and value.mark}
+    return notes + [f"{mark}: {words}" for mark, words in known.items() if mark in marks]
+
+
+def _formula(metric: str) -> str:
+    return f"{metric}: {FORMULAS[metric].partition(': ')[2]}"
+
+
+def _ours(line: Line, key: Key) -> Cell:
+    value = line.ours.get(key)
+    return None if value is None else _two(value, key[1])
+
+
+def _two(value: Value, metric: str) -> str:
+    digits = 1 if metric == "minutes" else 2
+    return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}")
+
+
+def _paper(value: Quoted | None) -> Cell:
+    return None if value is None else value.text.replace("±", " ± ")
+
+
+def _difference(line: Line, key: Key) -> Cell:
+    value = line.difference(key)
+    return None if value is None else f"{value:+.{1 if key[1] == 'minutes' else 2}f}"
+
+
+def _four(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

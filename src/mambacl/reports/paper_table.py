@@ -1,0 +1,219 @@
+"""A table of the paper beside our runs: which run stands in which cell, and how far it is from the paper's value.
+
+A benchmark is known by its data set and its tasks, not by the name of the run's preset; a run that has other images,
+classes or tasks than the paper's gets a column of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mambacl.errors import UserError
+from mambacl.evaluation import METRICS
+from mambacl.methods import METHODS
+from mambacl.nullspace.settings import PAPER_KINDS
+from mambacl.paper import PaperTable, Quoted, Row, paper_table
+from mambacl.registry import did_you_mean
+from mambacl.reports.groups import Group, Value, group_runs
+from mambacl.reports.runs import RunRecord
+
+CLASSES = {"cifar100": 100, "imagenet-r": 200, "domainnet-s200": 200}
+"""in each of the paper's data sets"""
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Which of our figures stand beside the paper's accuracy and forgetting; the defaults are its formulas."""
+
+    accuracy: str = "final_accuracy_tasks"
+    forgetting: str = "forgetting"
+
+    def __post_init__(self) -> None:
+        for name in (self.accuracy, self.forgetting):
+            if name not in METRICS:
+                raise UserError(
+                    f"There is no metric '{name}'.{did_you_mean(name, METRICS)} Known: {', '.join(METRICS)}."
+                )
+
+
+@dataclass
+class Line:
+    """A row of the paper, or of ours, with our figures beside the paper's."""
+
+    name: str
+    row: Row | None = None
+    ours: dict[Key, Value] = field(default_factory=dict)
+    runs: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def venue(self) -> str:
+        return self.row.venue if self.row else ""
+
+    def paper(self, key: Key) -> Quoted | None:
+        return self.row.values.get(key) if self.row else None
+
+    def difference(self, key: Key) -> float | None:
+        """Ours less the paper's, in the unit of both."""
+        ours, paper = self.ours.get(key), self.paper(key)
+        return None if ours is None or paper is None else ours.mean - paper.mean
+
+    def seeds(self, benchmark: str) -> list[str]:
+        return [str(run.seed) for run in self.runs if benchmark_of(run) == benchmark]
+
+    @property
+    def state(self) -> str:
+        """Whose figures are there, in words."""
+        tools = list(dict.fromkeys(str(run.results["imported"]) for run in self.runs if "imported" in run.results))
+        if self.runs:
+            seeds = ", ".join(dict.fromkeys(str(run.seed) for run in self.runs))
+            return f"{'imported: ' + ', '.join(tools) + ', ' if tools else ''}seeds {seeds}"
+        if self.row is None or self.row.source == "derived":
+            return "the paper's alone"
+        return "no run given" if in_product(self.row) else "not in mambacl"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    table: PaperTable
+    names: Names
+    keys: tuple[Key, ...]
+    """the paper's columns, then those of benchmarks that it has not"""
+    lines: tuple[Line, ...]
+    left_out: tuple[RunRecord, ...]
+    """runs that are not finished"""
+
+
+def compare_with_paper(name: str, records: Sequence[RunRecord], names: Names | None = None) -> Comparison:
+    """The paper's table `name` with the figures of the runs beside its own: mean and sample deviation over seeds."""
+    table, names = paper_table(name), names or Names()
+    finished = [record for record in records if record.finished]
+    lines: list[Line] = []
+    for row in table.rows:
+        found = _lines(row.method, row, [run for run in finished if matches(row, run)], table, names)
+        lines += found or [Line(row.method, row)]
+    rest = [run for run in finished if not any(matches(row, run) for row in table.rows)]
+    for method in dict.fromkeys(run.method for run in rest):
+        lines += _lines(method, None, [run for run in rest if run.method == method], table, names)
+    benchmarks = dict.fromkeys((*table.columns, *(key[0] for line in lines for key in line.ours)))
+    keys = tuple((benchmark, metric) for benchmark in benchmarks for metric in table.metrics)
+    left_out = tuple(record for record in records if not record.finished)
+    return Comparison(table, names, keys, tuple(lines), left_out)
+
+
+def matches(row: Row, run: RunRecord) -> bool:
+    """Whether a run's figures belong in a row of the paper; those of other tools do by the method's name."""
+    if "imported" in run.results:
+        return _plain(run.method) == _plain(row.method)
+    if row.run is None:
+        return False
+    wanted = row.run
+    return (
+        wanted.get("method", run.method) == run.method
+        and wanted.get("backbone", "") in run.backbone
+        and ("pretrained" not in wanted or run.config.get("pretrained") is False)
+        and ("projects" not in wanted or projections(run) == set(wanted["projects"]))
+    )
+
+
+def in_product(row: Row) -> bool:
+    return row.run is not None and row.run.get("method", "mamba-cl") in METHODS.names()
+
+
+def projections(run: RunRecord) -> set[str] | None:
+    """The kinds of parameters whose updates a run projected; None for a method that is no ablation of Mamba-CL."""
+    if run.method == "sequential":
+        return set()
+    if run.method != "mamba-cl":
+        return None
+    rules = run.config.get("nullspace")
+    rules = rules if isinstance(rules, Mapping) else {}
+    return {kind for kind in PAPER_KINDS if not _says_no(rules.get(kind))}
+
+
+def benchmark_of(run: RunRecord) -> str:
+    """The data set and the number of tasks, with whatever sets the run apart from the paper's benchmark."""
+    stream = run.config.get("stream")
+    dataset = stream.get("dataset") if isinstance(stream, Mapping) else None
+    if not isinstance(stream, Mapping) or dataset not in CLASSES or "imported" in run.results:
+        return run.benchmark
+    sizes = [len(task) for task in run.tasks]
+    name = f"{dataset}-{len(sizes)}"
+    if sum(sizes) != CLASSES[dataset]:
+        name += f", {sum(sizes)} classes"
+    if len(set(sizes)) > 1:
+        name += ", uneven tasks"
+    if stream.get("train_per_class"):
+        name += f", {stream['train_per_class']} images a class"
+    if stream.get("validation"):
+        name += ", on held-back training images"
+    return name
+
+
+def figure(run: RunRecord, metric: str, names: Names) -> float | None:
+    """A run's figure in the unit of the paper's column; None where a run does not have it."""
+    if metric in ("accuracy", "forgetting"):
+        value = run.metric(getattr(names, metric))
+        if value is None and "imported" not in run.results and all(run.results["total"]):
+            value = METRICS[getattr(names, metric)](run.results["correct"], run.results["total"])
+        return None if value is None else 100 * value
+    seconds: Mapping[str, float] = run.results.get("seconds", {})
+    if metric == "minutes":
+        return sum(seconds.values()) / 60 if seconds else None
+    if metric == "decomposition_minutes":
+        return seconds["decomposition"] / 60 if "decomposition" in seconds else None
+    return None
+
+
+def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: Names) -> list[Line]:
+    """One line for all benchmarks; further ones where runs differ by more than benchmark and seed."""
+    kinds = dict.fromkeys(map(_kind, runs))
+    differing = [len({kind[i] for kind in kinds}) > 1 for i in range(3)]
+    lines: dict[tuple[object, str], Line] = {}
+    for kind in kinds:
+        words = [word for word, differs in zip(kind, differing, strict=True) if differs and word]
+        own = [run for run in runs if _kind(run) == kind]
+        for benchmark in dict.fromkeys(map(benchmark_of, own)):
+            taken: set[str] = set()
+            for group in group_runs([run for run in own if benchmark_of(run) == benchmark]):
+                suffix = _unused(group.name.removeprefix(group.first.method), taken)
+                label = name + (f" ({', '.join(words)})" if words else "") + suffix
+                line = lines.setdefault((kind, suffix), Line(label, row))
+                line.runs += group.runs
+                for metric in table.metrics:
+                    of = str(row.run.get("metric", metric)) if row and row.run else metric
+                    value = _summary(group, lambda run, of=of: figure(run, of, names))  # type: ignore[misc]
+                    if value is not None:
+                        line.ours[benchmark, metric] = value
+    return list(lines.values())
+
+
+def _summary(group: Group, of: Callable[[RunRecord], float | None]) -> Value | None:
+    values = [of(run) for run in group.runs]
+    known = [value for value in values if value is not None and np.isfinite(value)]
+    if len(known) < len(values) or not known:
+        return None
+    return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
+
+
+def _kind(run: RunRecord) -> tuple[str, str, str]:
+    return run.backbone, str(run.config.get("setting") or ""), str(run.config.get("recipe") or "")
+
+
+def _unused(suffix: str, taken: set[str]) -> str:
+    """Groups whose names are cut to the same words stay apart."""
+    number = 1
+    while (found := suffix if number == 1 else f"{suffix} ({number})") in taken:
+        number += 1
+    taken.add(found)
+    return found
+
+
+def _says_no(rule: object) -> bool:
+    return isinstance(rule, Mapping) and rule.get("projected") is False
+
+
+def _plain(name: str) -> str:
+    """coda_prompt and CODA-Prompt are one method."""
+    return "".join(sign for sign in name.lower() if sign.isalnum() or sign == "+")

@@ -1,0 +1,160 @@
+"""EASE: its formulas by hand, and what the method keeps."""
+
+import math
+
+import pytest
+import torch
+from adapter_methods_help import learn, new_method, small, task_data
+from torch import nn
+
+from mambacl.classifiers import CosineHead
+from mambacl.classifiers.subspaces import class_sums, completed, ensemble, mapped, similarities, weights_of_subspaces
+from mambacl.errors import UserError
+from mambacl.methods import METHODS, Setup, Task
+
+# The formulas
+
+
+def test_class_sums_by_hand() -> None:
+    features = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    sums, counts = class_sums(features, torch.tensor([2, 0, 2]), classes=3)
+    assert sums.tolist() == [[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]] and counts.tolist() == [1.0, 0.0, 2.0]
+
+
+def test_the_mapping_by_hand() -> None:
+    old = torch.tensor([[2.0, 0.0]])
+    new, new_there = torch.tensor([[0.0, 3.0], [5.0, 5.0]]), torch.tensor([[1.0, 1.0], [0.0, 4.0]])
+    odds = [math.exp(0.0), math.exp(math.sqrt(0.5))]  # of the cosines 0 and 1 / sqrt 2
+    share = [odd / sum(odds) for odd in odds]
+    torch.testing.assert_close(similarities(old, new), torch.tensor([share]))
+    torch.testing.assert_close(mapped(old, new, new_there), torch.tensor([[share[0], share[0] + 4 * share[1]]]))
+
+
+def test_only_old_classes_in_the_new_subspace_are_filled_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prototypes, widths = torch.randn(6, 3, 4, generator=generator), [1, 2, 3]
+    prototypes[:3, 2] = 0.0
+    filled = completed(prototypes, widths)
+    assert torch.equal(filled[:, :2], prototypes[:, :2]) and torch.equal(filled[3:], prototypes[3:])
+    new = prototypes[3:]
+    torch.testing.assert_close(filled[:1, 2], mapped(prototypes[:1, 0], new[:, 0], new[:, 2]))  # by subspace 0
+    torch.testing.assert_close(filled[1:3, 2], mapped(prototypes[1:3, 1], new[:, 1], new[:, 2]))  # by subspace 1
+    assert torch.equal(completed(prototypes[:2, :1], [2]), prototypes[:2, :1])  # the first task has nothing to fill in
+
+
+def test_weights_of_subspaces() -> None:
+    a = 0.1
+    expected = torch.tensor([[1, a, a], [1, a, a], [a, 1, a], [a, a, 1]])
+    torch.testing.assert_close(weights_of_subspaces([2, 1, 1], a), expected)
+    torch.testing.assert_close(weights_of_subspaces([1, 1, 1], a, mean=True)[0], torch.tensor([1, a / 2, a / 2]))
+    assert weights_of_subspaces([3], a, mean=True).tolist() == [[1.0]] * 3
+
+
+def test_the_ensemble_by_hand() -> None:
+    features = [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])]
+    prototypes = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 2.0], [5.0, 0.0]]])  # (class, subspace, d)
+    logits = ensemble(features, prototypes, weights_of_subspaces([1, 1], 0.1))
+    torch.testing.assert_close(logits, torch.tensor([[0.6 + 0.1 * 1.0, 0.1 * 0.8 + 0.0]]))
+
+
+def test_the_cosine_classifier_by_hand() -> None:
+    head = CosineHead(2, classes=2, seed=0, scale=4.0)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[0.0, 9.0], [1.0, 1.0]]))
+    torch.testing.assert_close(head(torch.tensor([[0.0, 3.0]])), torch.tensor([[4.0, 4.0 * math.sqrt(0.5)]]))
+    assert torch.equal(CosineHead(3, 2, seed=1).weight, CosineHead(3, 2, seed=1).weight)
+
+
+# The method
+
+
+def test_prototypes_are_the_mean_features_of_each_subspace() -> None:
+    method = new_method("ease")
+    learn(method, range(2), steps=4)
+    prototypes = method.prototypes
+    assert prototypes.shape == (4, 2, 32)
+    with torch.no_grad():
+        for task in range(2):
+            images, labels = task_data(task, 2, seed=task)
+            for space in range(task + 1):
+                with method.adapters.using(space):
+                    features = method.model(images)
+                for label in (2 * task, 2 * task + 1):
+                    expected = features[labels == label].mean(0)
+                    torch.testing.assert_close(prototypes[label, space], expected, rtol=1e-4, atol=1e-5)
+        there = mapped(prototypes[:2, 0], prototypes[2:, 0], prototypes[2:, 1])
+        torch.testing.assert_close(prototypes[:2, 1], there)
+
+
+def test_prototypes_do_not_depend_on_the_batches() -> None:
+    whole, parts = new_method("ease"), new_method("ease")
+    images, labels = task_data(0, 3, seed=0)
+    for method, size in ((whole, len(images)), (parts, 5)):
+        method.start_task(Task(0, 3, 0, seed=0))
+        method.finish_task(list(zip(images.split(size), labels.split(size), strict=True)))
+    torch.testing.assert_close(whole.prototypes, parts.prototypes)
+
+
+def test_old_subspaces_and_prototypes_stay_bit_for_bit() -> None:
+    method = new_method("ease")
+    learn(method, range(1), steps=4)
+    before = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+    learn(method, range(1, 3), steps=4)
+    after = method.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items() if key != "prototypes")
+    assert torch.equal(after["prototypes"][:2, :1], before["prototypes"])
+
+
+def test_predictions_are_the_reweighted_cosines() -> None:
+    method = new_method("ease", alpha=0.3)
+    learn(method, range(2), steps=4)
+    images, _ = task_data(0, 2, seed=5)
+    with torch.no_grad():
+        features = []
+        for space in range(2):
+            with method.adapters.using(space):
+                features.append(method.model(images))
+        expected = torch.zeros(len(images), 4)
+        for label in range(4):
+            for space in range(2):
+                cosine = torch.cosine_similarity(features[space], method.prototypes[label, space], dim=1)
+                expected[:, label] += cosine if space == label // 2 else 0.3 * cosine
+        torch.testing.assert_close(method.predict(images), expected)
+        mean = new_method("ease", alpha=0.3, others="mean")
+        mean.load_state_dict(method.state_dict())
+        torch.testing.assert_close(mean.predict(images), expected)  # two tasks: one other subspace
+
+
+def test_known_classes_have_the_backbones_subspace() -> None:
+    """Nothing is trained in the first task: its prototypes are the plain backbone's mean features."""
+    model = small("defocus_mamba_nano")
+    method = METHODS.get("ease")(model, Setup(classifier=nn.Linear(32, 2)))
+    method.start_task(Task(0, 2, 0, seed=0))
+    images, labels = task_data(0, 2, seed=0)
+    assert torch.equal(method.heads[0].weight, method.setup.classifier.weight)
+    method.finish_task([(images, labels)])
+    with torch.no_grad():
+        expected = torch.stack([model(images[labels == c]).mean(0) for c in range(2)])
+    torch.testing.assert_close(method.prototypes[:, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_between_tasks_the_model_is_the_backbone() -> None:
+    method, plain = new_method("ease"), small("defocus_mamba_nano")
+    learn(method, range(1), steps=3)
+    images, _ = task_data(0, 2, seed=0)
+    assert torch.equal(method.model(images), plain(images))
+
+
+def test_logits_are_in_full_precision_under_autocast() -> None:
+    method = new_method("ease")
+    learn(method, range(2), steps=1)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert method.predict(task_data(0, 2, seed=5)[0]).dtype == torch.float32
+        loss, _ = method.loss(*task_data(1, 2, seed=5))
+        assert loss.dtype == torch.float32 and loss.isfinite()
+
+
+def test_wrong_options() -> None:
+    for wrong in ({"alpha": -0.1}, {"others": "max"}, {"cosine_scale": 0.0}):
+        with pytest.raises(UserError, match=rf"options\.{next(iter(wrong))}"):
+            new_method("ease", **wrong)
