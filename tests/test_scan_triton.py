@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -372,7 +373,7 @@ def test_nothing_is_written_around_the_outputs(
     monkeypatch.setattr(torch, "empty", guarded)
     found = run(inputs, softplus=True, reverse=reverse)
     monkeypatch.undo()
-    assert len(buffers) == 7  # y, last, kept; du, ddelta, dA, dB and dC
+    assert len(buffers) == 11  # y, last, kept; du, ddelta, dA, dB and dC; twice the ends and sums of segments
     for buffer in buffers:
         assert (buffer[:margin] == mark).all() and (buffer[-margin:] == mark).all()
     assert_same_bits(found, run(inputs, softplus=True, reverse=reverse))
@@ -529,6 +530,17 @@ def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.Mon
     plans = {False: triton_scan.Layout(4, 1, 4, 32, 2), True: triton_scan.Layout(2, 2, 1, 16, 4)}
     monkeypatch.setattr(triton_scan, "layout", lambda n, recurrences, backward: plans[backward])
     compare(tokens(b=1, l=11, d=6, n=3), softplus=True)
+
+
+@kernels
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("segments, length, n, groups", [(2, 9, 3, 1), (3, 40, 16, 2), (5, 33, 1, 1), (4, 17, 5, 1)])
+def test_time_in_segments_gives_the_same_answer(
+    segments: int, length: int, n: int, groups: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = {way: replace(triton_scan.layout(n, 1, way), segments=segments) for way in (False, True)}
+    monkeypatch.setattr(triton_scan, "layout", lambda n, recurrences, backward: plans[backward])
+    compare(tokens(b=2, l=length, d=6, n=n, groups=groups), softplus=True, reverse=reverse)
 
 
 @kernels

@@ -5,7 +5,11 @@ of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) h
 State n is NT * ln + nt, channel d is DT * ld + dt, so that a lane's own states and channels are contiguous in memory,
 and that the sums over states (of y) and over channels (of dB and dC) need few shuffles each, none of them across warps.
 
-Both kernels take T steps at a time, all their loads before their arithmetic. The forward keeps the state before every
+Where there are too few recurrences to fill a GPU, time is split into segments of W steps, each a program of its own:
+`scan_ends` first finds what each segment makes of a zero state, and how much it lets through of another one, from which
+every program puts its own first state together.
+
+All kernels take T steps at a time, all their loads before their arithmetic. The forward keeps the state before every
 T * EVERY steps; the backward computes from it the states of T steps, then goes back through them. Nothing is summed in
 an order that varies: what several programs add up (dA over images, dB and dC over blocks of channels) they write apart.
 """
@@ -79,6 +83,69 @@ def _over_channels(x):
 
 
 @triton.jit
+def _carried(
+    state, A, ends_ptr, sums_ptr, image, segment, count, way, channels, states, there, real, D: tl.constexpr,
+    N: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """A state carried through `count` segments, one after the other."""
+    for number in range(0, count):
+        place = image * SEGMENTS + segment + way * number
+        total = tl.load(sums_ptr + place * D + channels, mask=there, other=0.0)
+        end = tl.load(ends_ptr + place * N * D + states * D + channels, mask=there & real, other=0.0)
+        state = tl.where(real, tl.exp2(total * A) * state, 0.0) + end
+    return state
+
+
+@triton.jit(do_not_specialize=["L", "W"])
+def scan_ends(
+    x_ptr, delta_ptr, A_ptr, M_ptr, ends_ptr, sums_ptr, x_b, delta_b, M_b, L, W,
+    x_l: tl.constexpr, delta_l: tl.constexpr, M_l: tl.constexpr, M_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
+    T: tl.constexpr, SEGMENTS: tl.constexpr, LOG_A: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """The state after each segment of W steps that begins with none, (b, segments, n, d), x being u and M being B; or,
+    backward, the gradient with regard to the state before it, x being dy and M being C. And the sums of its deltas."""
+    WAY: tl.constexpr = -1 if REVERSE else 1
+    blocks: tl.constexpr = D // K * BLOCKS
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
+    group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
+    A = _decay(A_ptr, matrix, there & real, LOG_A)
+    start = image * 0
+    if REVERSE:
+        start += L - 1
+    x_ptr += image * x_b + start * x_l
+    delta_ptr += image * delta_b + start * delta_l
+    M_ptr += image * M_b + group * M_g + start * M_l
+    state = tl.zeros([LN, LD, NT, DT], tl.float32)
+    total = tl.zeros([LN, LD, 1, DT], tl.float32)
+    chunks = tl.cdiv(tl.minimum(W, L - segment * W), T)
+    for number in range(0, chunks):
+        chunk = segment * (W // T) + number
+        if BACKWARD:
+            chunk += chunks - 1 - 2 * number
+        count = L - chunk * T
+        at = image * 0 + WAY * chunk * T
+        xs = _steps(x_ptr + at * x_l + channels, WAY * x_l, there, count, T, True, True)
+        deltas = _steps(delta_ptr + at * delta_l + channels, WAY * delta_l, there, count, T, True, True)
+        Ms = _steps(M_ptr + at * M_l + states, WAY * M_l, real, count, T, True, True)
+        for i in tl.static_range(T):
+            if BACKWARD:
+                delta = deltas[T - 1 - i]
+                new = tl.exp2(delta * A) * (state + Ms[T - 1 - i] * xs[T - 1 - i])
+                state = tl.where(_before(T - 1 - i, count), new, state)
+            else:
+                delta = deltas[i]
+                new = tl.exp2(delta * A) * state + (delta * xs[i]) * Ms[i]
+                state = tl.where(_before(i, count), new, state)
+            total += delta
+    place = image * SEGMENTS + segment
+    first = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
+    tl.store(sums_ptr + place * D + channels, total, mask=first)
+    tl.store(ends_ptr + place * N * D + states * D + channels, state, mask=there & real)
+
+
+@triton.jit
 def _forward_chunk(
     h, A, u_ptrs, delta_ptrs, B_ptrs, C_ptrs, y_ptrs, there, real, writes, count,
     u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, C_l: tl.constexpr, y_l: tl.constexpr,
@@ -105,20 +172,22 @@ def _forward_chunk(
     return h
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "W"])
 def scan_forward(
-    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, y_ptr, last_ptr, kept_ptr, u_b, delta_b, B_b, C_b, L,
+    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, y_ptr, last_ptr, kept_ptr, ends_ptr, sums_ptr, u_b, delta_b, B_b, C_b, L, W,
     u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr, C_l: tl.constexpr,
     C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, EVERY: tl.constexpr, LOG_A: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, LOG_A: tl.constexpr, KEEP: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
     """u, delta, y: (b, l, d); A (d, n); B, C (b, l, g, n); last (b, d, n); kept (b, chunks, n, d)."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
     blocks: tl.constexpr = D // K * BLOCKS
-    block, image = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = _decay(A_ptr, matrix, there & real, LOG_A)
     start = image * 0  # offsets are of 64 bits, and start from here
@@ -133,8 +202,12 @@ def scan_forward(
     writes = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
 
     h = tl.zeros([LN, LD, NT, DT], tl.float32)
-    whole = L // T
-    for chunk in range(0, whole):
+    whole, first, end = L // T, 0, L // T
+    if SEGMENTS > 1:
+        h = _carried(h, A, ends_ptr, sums_ptr, image, 0, segment, 1, channels, states, there, real, D, N, SEGMENTS)
+        first = segment * (W // T)
+        end = tl.minimum(first + W // T, whole)
+    for chunk in range(first, end):
         if KEEP:
             if chunk % EVERY == 0:
                 tl.store(kept_ptr + (image * 0 + chunk // EVERY) * N * D + states * D + channels, h, mask=there & real)
@@ -144,7 +217,7 @@ def scan_forward(
             C_ptr + at * C_l + states, y_ptr + at * D + channels, there, real, writes, T,
             WAY * u_l, WAY * delta_l, WAY * B_l, WAY * C_l, WAY * D, LN, LD, DT, T, EVEN_K, EVEN_N, False,
         )  # fmt: skip
-    if whole * T < L:
+    if (whole * T < L) & (segment == SEGMENTS - 1):
         if KEEP:
             if whole % EVERY == 0:
                 tl.store(kept_ptr + (image * 0 + whole // EVERY) * N * D + states * D + channels, h, mask=there & real)
@@ -154,7 +227,8 @@ def scan_forward(
             C_ptr + at * C_l + states, y_ptr + at * D + channels, there, real, writes, L - whole * T,
             WAY * u_l, WAY * delta_l, WAY * B_l, WAY * C_l, WAY * D, LN, LD, DT, T, EVEN_K, EVEN_N, True,
         )  # fmt: skip
-    tl.store(last_ptr + image * D * N + matrix, h, mask=there & real)
+    if segment == SEGMENTS - 1:
+        tl.store(last_ptr + image * D * N + matrix, h, mask=there & real)
 
 
 @triton.jit
@@ -258,25 +332,25 @@ def _state_before(
     return h
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "W"])
 def scan_backward(
     dy_ptr, dlast_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, kept_ptr, du_ptr, ddelta_ptr, dA_ptr, dB_ptr, dC_ptr,
-    dy_b, u_b, delta_b, B_b, C_b, L,
+    ends_ptr, sums_ptr, dy_b, u_b, delta_b, B_b, C_b, L, W,
     dy_l: tl.constexpr, u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr,
     C_l: tl.constexpr, C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, EVERY: tl.constexpr, LOG_A: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    REVERSE: tl.constexpr, RELOAD: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, LOG_A: tl.constexpr, LAST: tl.constexpr,
+    NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
-    """du, ddelta (b, l, d); dA (b, d, n), to be summed over b; dB, dC (b, blocks, l, n), to be summed over a group's
-    blocks. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it; with LOG_A,
-    A holds log(-A), and dA its gradient."""
+    """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; dB, dC (b, blocks, l, n), to be summed over the
+    blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it; with
+    LOG_A, A holds log(-A), and dA its gradient."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
     blocks: tl.constexpr = D // K * BLOCKS
-    block, image = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = _decay(A_ptr, matrix, there & real, LOG_A)
     start = image * 0  # offsets are of 64 bits, and start from here
@@ -300,8 +374,15 @@ def scan_backward(
     else:
         g = tl.zeros([LN, LD, NT, DT], tl.float32)
     dA = tl.zeros([LN, LD, NT, DT], tl.float32)
-    whole = L // T
-    if whole * T < L:
+    whole, first, end = L // T, 0, L // T
+    if SEGMENTS > 1:
+        g = _carried(
+            g, A, ends_ptr, sums_ptr, image, SEGMENTS - 1, SEGMENTS - 1 - segment, -1, channels, states, there, real,
+            D, N, SEGMENTS,
+        )  # fmt: skip
+        first = segment * (W // T)
+        end = tl.minimum(first + W // T, whole)
+    if (whole * T < L) & (segment == SEGMENTS - 1):
         h = _state_before(
             whole, A, kept_ptr, u_ptr, delta_ptr, B_ptr, channels, states, there, real,
             WAY * u_l, WAY * delta_l, WAY * B_l, D, N, T, EVERY, EVEN_K, EVEN_N,
@@ -315,8 +396,8 @@ def scan_backward(
             there, real, writes, adds, L - whole * T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
             WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, True,
         )  # fmt: skip
-    for back in range(0, whole):
-        chunk = whole - 1 - back
+    for back in range(0, end - first):
+        chunk = end - 1 - back
         h = _state_before(
             chunk, A, kept_ptr, u_ptr, delta_ptr, B_ptr, channels, states, there, real,
             WAY * u_l, WAY * delta_l, WAY * B_l, D, N, T, EVERY, EVEN_K, EVEN_N,
@@ -333,4 +414,4 @@ def scan_backward(
     if NEED_A:
         if LOG_A:
             dA *= LN2 * A
-        tl.store(dA_ptr + image * D * N + matrix, dA, mask=there & real)
+        tl.store(dA_ptr + (image * SEGMENTS + segment) * D * N + matrix, dA, mask=there & real)

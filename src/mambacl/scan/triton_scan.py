@@ -18,8 +18,9 @@ FILLED = 2048  # warps that keep a large GPU busy
 
 @dataclass(frozen=True)
 class Layout:
-    """How a warp's 32 lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; and how many
-    steps are taken at a time."""
+    """How a warp's 32 lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; how many
+    steps are taken at a time; whether the backward loads its inputs twice; the most registers of a thread; and into how
+    many segments time is split, at most."""
 
     states: int
     lanes_n: int
@@ -28,6 +29,7 @@ class Layout:
     steps: int
     reload: bool = False
     registers: int | None = None
+    segments: int = 1
 
     @property
     def block(self) -> int:
@@ -75,11 +77,14 @@ def forward(
     y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
     kept = _new(u, kept_shape(u, A) if keep else (0,))
     plan = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False)
+    width, count = segments(u, plan)
+    ends, sums = _ends(u, delta, A, B, plan, width, count, log_A, reverse, backward=False)
     launch(
         scan_forward,
-        (_blocks(u, B, plan) * len(u),),
-        u, delta, A, B, C, y, last, kept, u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1],
-        **_constants(plan, u, delta, A, B, C), LOG_A=log_A, KEEP=keep, REVERSE=reverse,
+        (_blocks(u, B, plan) * len(u) * count,),
+        u, delta, A, B, C, y, last, kept, ends, sums,
+        u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1], width,
+        **_constants(plan, u, delta, A, B, C), SEGMENTS=count, LOG_A=log_A, KEEP=keep, REVERSE=reverse,
     )  # fmt: skip
     return y, last, kept
 
@@ -101,18 +106,50 @@ def backward(
     plan = layout(states, u.shape[0] * u.shape[2], backward=True)
     blocks = _blocks(u, B, plan)
     du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
-    dA = _new(u, (batch if need_A else 0, *A.shape))
+    width, count = segments(u, plan)
+    ends, sums = _ends(dy, delta, A, C, plan, width, count, log_A, reverse, backward=True)
+    dA = _new(u, (batch * count if need_A else 0, *A.shape))
     parts = _new(u, (2, batch, blocks, length, states))  # of dB and of dC
     launch(
         scan_backward,
-        (blocks * len(u),),
+        (blocks * len(u) * count,),
         dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts[0], parts[1],
-        dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, dy_l=dy.stride(1),
-        **_constants(plan, u, delta, A, B, C), LOG_A=log_A, LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse,
-        SOFTPLUS=softplus, RELOAD=plan.reload,
+        ends, sums, dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, width,
+        dy_l=dy.stride(1), **_constants(plan, u, delta, A, B, C), SEGMENTS=count, LOG_A=log_A,
+        LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse, SOFTPLUS=softplus, RELOAD=plan.reload,
     )  # fmt: skip
     dB, dC = parts.unflatten(2, (groups, -1)).sum(3).transpose(2, 3).unbind(0)  # (b, l, g, n)
     return du, ddelta, dA.sum(0), dB, dC
+
+
+def segments(u: Tensor, plan: Layout) -> tuple[int, int]:
+    """Steps of a segment of time, a multiple of those between kept states, and how many segments there are."""
+    width = -(-u.shape[1] // plan.segments // KEPT) * KEPT or KEPT
+    return (width, -(-u.shape[1] // width)) if plan.segments > 1 else (u.shape[1], 1)
+
+
+def _ends(
+    x: Tensor, delta: Tensor, A: Tensor, M: Tensor, plan: Layout, width: int, count: int, log_A: bool, reverse: bool,
+    backward: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What each segment makes of nothing, (b, segments, n, d), and the sums of its deltas, (b, segments, d)."""
+    from mambacl.fused.launch import launch
+    from mambacl.scan.triton_kernels import scan_ends
+
+    some = count if count > 1 else 0
+    ends, sums = _new(x, (len(x), some, A.shape[1], x.shape[2])), _new(x, (len(x), some, x.shape[2]))
+    if count > 1:
+        constants = _constants(plan, x, delta, A, M, M)
+        taken = {"x_l": constants["u_l"], "M_l": constants["B_l"], "M_g": constants["B_g"]}
+        dropped = ("u_l", "B_l", "B_g", "C_l", "C_g", "EVERY")
+        launch(
+            scan_ends,
+            (_blocks(x, M, plan) * len(x) * count,),
+            x, delta, A, M, ends, sums, x.stride(0), delta.stride(0), M.stride(0), x.shape[1], width,
+            **taken, **{name: value for name, value in constants.items() if name not in dropped},
+            SEGMENTS=count, LOG_A=log_A, REVERSE=reverse, BACKWARD=backward,
+        )  # fmt: skip
+    return ends, sums
 
 
 def _new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
