@@ -149,22 +149,59 @@ def evaluate(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     """an HTML page, figures and tables of one run or several: `mambacl report RUN...`"""
     from mambacl.reports import comparison_table, load_run, write_report
-    from mambacl.reports.rendering import to_latex, to_markdown, to_text
+    from mambacl.reports.importing import import_records
+    from mambacl.reports.rendering import to_csv, to_latex, to_markdown, to_text
 
-    parser = Parser(prog="mambacl report", description="Writes a page, figures and tables; several runs are compared.")
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
+    words = "Writes a page, figures and tables; several runs are compared, and with --table set beside the paper's."
+    parser = Parser(prog="mambacl report", description=words)
+    parser.add_argument("runs", type=Path, nargs="*", help="run folders")
     parser.add_argument("--out", type=Path, default=None, help="folder for the page")
-    parser.add_argument("--format", choices=("text", "markdown", "latex"), default="text", help="of the printed table")
-    given = parser.parse_args(arguments)
+    formats = ("text", "markdown", "latex", "csv")
+    parser.add_argument("--format", choices=formats, default="text", help="of the printed table")
+    parser.add_argument("--table", metavar="NAME", help="a table of the paper, with its values: main, ablation, ...")
+    foreign = "accuracies from PILOT, Mammoth, Avalanche, or as CSV or JSON; may be repeated"
+    parser.add_argument(
+        "--import", dest="imports", type=Path, action="append", default=[], metavar="FILE", help=foreign
+    )
+    parser.add_argument("--import-method", metavar="NAME", help="the method of the imported files")
+    parser.add_argument("--import-benchmark", metavar="NAME", help="their benchmark, such as cifar100-10")
+    parser.add_argument("--accuracy", metavar="METRIC", help="with --table, instead of final_accuracy_tasks")
+    parser.add_argument("--forgetting", metavar="METRIC", help="with --table, instead of forgetting")
+    given = parser.parse_intermixed_args(arguments)
+    if not (given.runs or given.imports or given.table):
+        raise UserError("Say which runs to report, as in mambacl report runs/<preset>-<method>-0.")
+    if not given.table and (given.accuracy or given.forgetting):
+        raise UserError("--accuracy and --forgetting choose what stands beside the paper's values: add --table NAME.")
+    imported = import_records(given.imports, given.import_method, given.import_benchmark)
     runs = list({path.resolve(): path for path in given.runs}.values())
     pages = [path for path in runs if (path / "table.csv").exists() and not (path / "config.yaml").exists()]
     if pages and len(pages) < len(runs):  # as in `mambacl report runs/*`
         print(f"Left out, being comparisons themselves: {', '.join(map(str, pages))}", file=sys.stderr)
         runs = [path for path in runs if path not in pages]
-    page = write_report(runs, given.out)
-    table = comparison_table([load_run(path) for path in runs])
-    print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](table))
+    if given.table:
+        return _beside_the_paper(given, [*(load_run(path) for path in runs), *imported])
+    page = write_report(runs, given.out, imported)
+    table = comparison_table([*(load_run(path) for path in runs), *imported])
+    print({"text": to_text, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}[given.format](table))
     print(f"Report: {page}", file=sys.stderr)
+    return 0
+
+
+def _beside_the_paper(given: Any, records: list[Any]) -> int:
+    from mambacl.reports.page import beside
+    from mambacl.reports.paper_page import laid_out, long_csv, write_paper_table
+    from mambacl.reports.paper_table import Names, compare_with_paper
+    from mambacl.reports.rendering import to_latex, to_markdown, to_text
+
+    chosen = {key: getattr(given, key) for key in ("accuracy", "forgetting") if getattr(given, key)}
+    compared = compare_with_paper(given.table, records, Names(**chosen))
+    if given.format == "csv":
+        print(long_csv(compared), end="")
+    else:
+        print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](laid_out(compared)))
+    if records or given.out:  # the paper's values alone are printed, and leave nothing behind
+        target = given.out or beside([record.folder for record in records])
+        print(f"Report: {write_paper_table(compared, target)}", file=sys.stderr)
     return 0
 
 
@@ -330,9 +367,25 @@ def convert(arguments: Sequence[str]) -> int:
     return 0
 
 
+def data(arguments: Sequence[str]) -> int:
+    """list, prepare, check and show data sets: `mambacl data check cifar100 --root DIR`"""
+    from mambacl.data_command import main as run_data
+
+    words = "Lists the data sets, makes a folder hold one, checks it image by image, draws the tasks of a stream."
+    return run_data(arguments, Parser(prog="mambacl data", description=words))
+
+
+def paper(arguments: Sequence[str]) -> int:
+    """a table or figure of the paper, from its runs to the page: `mambacl paper ablation --scale nano`"""
+    from mambacl.paper.command import main as run_paper
+
+    words = "Trains the runs of a table or figure of the paper, as far as they are not there, and shows both's values."
+    return run_paper(arguments, Parser(prog="mambacl paper", description=words))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     command.__name__: command
-    for command in (train, resume, evaluate, report, audit, plan, bench, models, methods, convert)
+    for command in (train, resume, evaluate, report, paper, audit, plan, data, bench, models, methods, convert)
 }
 
 

@@ -343,8 +343,8 @@ def scan_backward(
     NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; dB, dC (b, blocks, l, n), to be summed over the
-    blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it; with
-    LOG_A, A holds log(-A), and dA its gradient."""
+    blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it;
+    with LOG_A, A holds log(-A), and dA its gradient."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1

@@ -15,10 +15,10 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as TF
 
+from mambacl.datasets.base import Images
 from mambacl.streams.batched_draws import OPS, Draws, draw, padding_of
 from mambacl.streams.batched_ops import autoaugment
 from mambacl.streams.batched_resize import resized, resized_boxes, windows
-from mambacl.streams.data import Images
 from mambacl.streams.decoded import Decoded, Group, free_bytes, main_memory, on_device
 from mambacl.streams.transforms import Transforms
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.streams.data import Images
+from mambacl.datasets.base import Images
 
 Group = tuple[NDArray[np.int64], Tensor]  # where images stand among those asked for, and the images: all of one size
 

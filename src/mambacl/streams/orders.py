@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -42,13 +43,21 @@ ORDERS: dict[str, tuple[Callable[[int, int], list[int]], int]] = {  # with the s
 }
 
 
-def class_order(order: str | Sequence[int], classes: int, seed: int | None = None) -> list[int]:
-    """The classes in the order in which they are learned, by a convention's name or as an explicit list."""
+def class_order(
+    order: str | Sequence[int], classes: int, seed: int | None = None, names: Sequence[str] | None = None
+) -> list[int]:
+    """The classes in the order in which they are learned: by a convention's name, from a file of class numbers or
+    names, or as an explicit list."""
+    if isinstance(order, str) and is_file(order):
+        order = read_order(Path(order).expanduser(), names or [])
     if isinstance(order, str):
         if order not in ORDERS:
             known = ", ".join(ORDERS)
             hint = did_you_mean(order, ORDERS)
-            raise UserError(f"There is no class order '{order}'.{hint} Known: {known}, or a list of class numbers.")
+            raise UserError(
+                f"There is no class order '{order}'.{hint} Known: {known}, a list of class numbers, or the path of a "
+                "file (.txt) with one class a line."
+            )
         if seed is not None and not 0 <= seed < 2**32:
             raise UserError(f"order_seed must lie between 0 and 2^32 - 1, got {seed}.")
         function, usual = ORDERS[order]
@@ -58,9 +67,39 @@ def class_order(order: str | Sequence[int], classes: int, seed: int | None = Non
     return [int(c) for c in order]
 
 
-def split_into_tasks(order: Sequence[int], tasks: int | Sequence[int]) -> list[list[int]]:
-    """The order cut into tasks: so many of (nearly) equal size, or of the sizes listed."""
+def is_file(order: str) -> bool:
+    return order not in ORDERS and Path(order).expanduser().is_file()
+
+
+def read_order(path: Path, names: Sequence[str]) -> list[int]:
+    """One class a line, by number or name; empty lines do not count."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The class order {path} cannot be read ({error}): write one class a line, in UTF-8.") from None
+    number = {name: position for position, name in enumerate(names)}
+    by_name = not all(line.isdecimal() for line in lines) or (bool(number) and all(line in number for line in lines))
+    if not by_name:
+        return [int(line) for line in lines]
+    for line in lines:
+        if line not in number:
+            raise UserError(f"The class order {path} names '{line}', which is no class.{did_you_mean(line, names)}")
+    return [number[line] for line in lines]
+
+
+def split_into_tasks(
+    order: Sequence[int], tasks: int | Sequence[int], first_task: int | None = None
+) -> list[list[int]]:
+    """The order cut into tasks: so many of (nearly) equal size, after a first one of `first_task` classes if given, or
+    of the sizes listed."""
     classes = len(order)
+    if first_task is not None:
+        if not isinstance(tasks, int) or tasks < 2 or not 1 <= first_task <= classes - (tasks - 1):
+            raise UserError(
+                f"first_task takes some of the {classes} classes and leaves one at least for each of the other tasks, "
+                f"whose number stands in tasks: not {first_task} of {tasks}."
+            )
+        return [list(order[:first_task]), *split_into_tasks(order[first_task:], tasks - 1)]
     if isinstance(tasks, int):
         if not 1 <= tasks <= classes:
             raise UserError(f"{classes} classes make 1 to {classes} tasks, not {tasks}.")

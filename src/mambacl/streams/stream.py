@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -10,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mambacl.datasets.base import DataSet, Images, open_dataset
 from mambacl.errors import UserError
 from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
-from mambacl.streams.data import DataSet, Images, open_dataset
-from mambacl.streams.orders import class_order, split_into_tasks
+from mambacl.streams.orders import class_order, is_file, split_into_tasks
 from mambacl.streams.transforms import TransformConfig, Transforms
 
 Batch = tuple[Tensor, Tensor]
@@ -24,19 +25,34 @@ class StreamConfig:
     """Which data, in which tasks."""
 
     dataset: str = "fashion-mnist-small"
-    """name of a data set; 'folders' for your own images"""
+    """name of a data set, as `mambacl data list` prints them; 'folders' for your own images"""
     root: str | None = None
-    """folder with the data set's files"""
+    """folder with the data set's files; of 'manifest' the file itself"""
     tasks: int | list[int] = 5
     """number of tasks, or the number of classes in each"""
+    own_tasks: bool = False
+    """the tasks that the data set itself names, as a manifest can, in place of `tasks`"""
+    first_task: int | None = None
+    """classes in the first task, where the others are of (nearly) equal size"""
     order: str | list[int] = "natural"
-    """class order: natural, pilot, mamba-cl, coda-prompt, or a list of all class numbers"""
+    """class order: natural, pilot, mamba-cl, coda-prompt, a list of all class numbers, or a file with one class a
+    line"""
     order_seed: int | None = None
     """seed of that order; the one its code base starts from if empty"""
     train_per_class: int | None = None
     """use only the first so many training images of each class"""
+    validation: float | None = None
+    """evaluate on this share of each class's training images, held back from training, and not on the test images"""
+    skip_bad: bool = False
+    """leave out images that cannot be read; stream.json names them"""
     transforms: TransformConfig = field(default_factory=TransformConfig)
     """how images become inputs"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.order, str) and is_file(self.order):  # so that a run can be continued from any folder
+            object.__setattr__(self, "order", str(Path(self.order).expanduser().absolute()))
+        if self.validation is not None and not 0 < self.validation < 1:
+            raise UserError(f"validation is a share of the training images between 0 and 1, got {self.validation}.")
 
 
 class Stream:
@@ -48,19 +64,21 @@ class Stream:
         self,
         dataset: DataSet,
         transforms: Transforms,
-        tasks: int | Sequence[int],
+        tasks: int | Sequence[int] | Literal["own"],
         order: str | Sequence[int] = "natural",
         order_seed: int | None = None,
         seed: int = 0,
         workers: int = 0,
         device: torch.device | str = "cpu",
+        first_task: int | None = None,
+        validation: float | None = None,
     ) -> None:
         self.dataset, self.transforms, self.seed, self.workers = dataset, transforms, seed, workers
-        self.class_order = class_order(order, len(dataset.class_names), order_seed)
-        self.tasks = split_into_tasks(self.class_order, tasks)
+        self.validation = validation  # said in stream.json; the data set has been split already
+        self.class_order, self.tasks = tasks_of(dataset, tasks, order, order_seed, first_task)
         self._label = np.argsort(self.class_order)  # class number -> label
-        self._train = [np.flatnonzero(np.isin(dataset.train.labels, task)) for task in self.tasks]
-        self._test = [np.flatnonzero(np.isin(dataset.test.labels, task)) for task in self.tasks]
+        self._train = _by_task(dataset.train.labels, self.tasks, self._label)
+        self._test = _by_task(dataset.test.labels, self.tasks, self._label)
         device = torch.device(device)
         self._batched: BatchedTransforms | None = None
         if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
@@ -129,6 +147,11 @@ class Stream:
     def describe(self) -> dict[str, Any]:
         """What identifies the stream, for stream.json and results.json."""
         names = self.dataset.class_names
+        said: dict[str, Any] = {}
+        if self.validation is not None:
+            said["validation"] = self.validation
+        if self.dataset.skipped:
+            said["skipped"] = list(self.dataset.skipped)
         return {
             "dataset": self.dataset.name,
             "class_names": names,
@@ -137,7 +160,36 @@ class Stream:
             "train": [self.train_count(t) for t in range(len(self.tasks))],
             "test": self.test_counts(),
             "fingerprint": self.dataset.fingerprint(),
+            **said,
         }
+
+
+def tasks_of(
+    dataset: DataSet,
+    tasks: int | Sequence[int] | Literal["own"],
+    order: str | Sequence[int] = "natural",
+    order_seed: int | None = None,
+    first_task: int | None = None,
+) -> tuple[list[int], list[list[int]]]:
+    """The order of the classes, and those of each task."""
+    if isinstance(tasks, str):
+        if dataset.tasks is None:
+            raise UserError(f"The data set {dataset.name} names no tasks of its own: give stream.tasks a number.")
+        if order != "natural" or first_task is not None:
+            raise UserError("The data set's own tasks keep their order: leave stream.order and first_task out.")
+        return [c for task in dataset.tasks for c in task], [list(task) for task in dataset.tasks]
+    classes = class_order(order, len(dataset.class_names), order_seed, dataset.class_names)
+    return classes, split_into_tasks(classes, tasks, first_task)
+
+
+def _by_task(
+    labels: NDArray[np.int64], tasks: Sequence[Sequence[int]], label: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Numbers of each task's images, in the order of the data set."""
+    ends = np.cumsum([len(task) for task in tasks])
+    which = np.searchsorted(ends, label[labels], side="right")
+    counts = np.bincount(which, minlength=len(tasks))
+    return np.split(np.argsort(which, kind="stable"), np.cumsum(counts)[:-1])
 
 
 Pick = tuple[int, int | None]  # an image's index, and its augmentation's seed (None: as in evaluation)
@@ -218,16 +270,21 @@ def open_stream(
     device: torch.device | str = "cpu",
 ) -> Stream:
     """The stream that a configuration names; `image_size`, `mean`, `std` and `device` are the backbone's."""
-    dataset = open_dataset(config.dataset, config.root).limited(config.train_per_class)
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
+    dataset = open_dataset(config.dataset, config.root, config.skip_bad)
+    if config.validation is not None:
+        dataset = dataset.with_validation(config.validation)
+    dataset = dataset.limited(config.train_per_class)
     return Stream(
         dataset,
         Transforms(config.transforms, image_size, mean, std),
-        config.tasks,
+        "own" if config.own_tasks else config.tasks,
         config.order,
         config.order_seed,
         seed,
         workers,
         device,
+        config.first_task,
+        config.validation,
     )

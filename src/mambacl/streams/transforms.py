@@ -35,6 +35,9 @@ class TransformConfig:
     """of each channel, with pixels in 0..1; the backbone's own if empty"""
     std: list[float] | None = None
     """as the mean"""
+    covariance: Literal["evaluation"] = "evaluation"
+    """what the covariances see: training images as in evaluation. The paper and its code know no other way, nor does
+    mambacl; it is named so that a run's configuration says it"""
     engine: Literal["auto", "torchvision", "batched"] = "auto"
     """who transforms: torchvision, image by image on the CPU; batched, whole blocks of images on the run's device, with
     the same distributions; auto: batched on a GPU, torchvision on the CPU"""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mambacl.datasets.base import DATASETS, ArrayImages, DataSet
 from mambacl.errors import UserError
-from mambacl.streams.data import DATASETS, ArrayImages, DataSet
 
 MD5 = {
     "train": "16019d7e3df5f24257cddd939b257f8d",

@@ -1,11 +1,12 @@
 """Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*; the classes are numbered by their sorted names."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 
+from mambacl.datasets.base import DATASETS, DataSet, FileImages
 from mambacl.errors import UserError
-from mambacl.streams.data import DATASETS, DataSet, FileImages
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
@@ -18,7 +19,11 @@ def image_folders(root: Path | None) -> DataSet:
             raise UserError(f"There is no folder {root / split}; the layout is ROOT/train/CLASS/*, ROOT/test/CLASS/*.")
     names = {split: _class_names(root / split) for split in ("train", "test")}
     if differing := sorted(set(names["train"]) ^ set(names["test"])):
-        raise UserError(f"{root} has the class '{differing[0]}' in only one of train and test; each needs all classes.")
+        missing = "train" if differing[0] in names["test"] else "test"
+        raise UserError(
+            f"{root} has the class '{differing[0]}' in only one of train and test: make {root / missing / differing[0]}"
+            ", or remove the other."
+        )
     if not names["train"]:
         raise UserError(f"{root / 'train'} holds no class folders; the layout is ROOT/train/CLASS/*.")
     return DataSet(
@@ -37,14 +42,33 @@ def _split(folder: Path, class_names: list[str]) -> FileImages:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(class_names):
-        found = sorted(path for path in (folder / name).rglob("*") if _is_image(path))
+        found = images_under(folder / name)
         paths += found
         labels += [label] * len(found)
     return FileImages(folder, paths, np.array(labels, dtype=np.int64))
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+def images_under(folder: Path) -> list[Path]:
+    """All image files, sorted; links are followed, each folder once, and a link to nothing counts as a file, to be
+    named when it is read. One look at each folder, none at the files."""
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    waiting = [str(folder)]
+    while waiting:
+        place = waiting.pop()
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in visited:
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    waiting.append(entry.path)
+                elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                    found.append(Path(entry.path))
+    return sorted(found)
 
 
 DATASETS.add("folders", image_folders)

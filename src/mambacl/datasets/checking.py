@@ -1,0 +1,164 @@
+"""Whether a data set is whole: counts, files that cannot be read, duplicates, training images among the test images."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mambacl.datasets.base import DataSet, FileImages, Images
+from mambacl.datasets.decoding import in_threads
+from mambacl.datasets.sources import SOURCES
+from mambacl.errors import UserError
+
+REMEDIES = {
+    "missing": "prepare the data set again, or take them off the list",
+    "empty": "restore or remove them; --stream.skip_bad true trains without them",
+    "truncated": "copy them again or remove them; --stream.skip_bad true trains without them",
+    "unreadable": "mend or remove them; --stream.skip_bad true trains without them",
+}
+
+
+@dataclass
+class Finding:
+    """Images with the same trouble, and what to do about it."""
+
+    what: str
+    remedy: str
+    names: list[str]
+    serious: bool = True
+
+
+@dataclass
+class Report:
+    name: str
+    class_names: list[str]
+    train: NDArray[np.int64]
+    """training images of each class"""
+    test: NDArray[np.int64]
+    tasks: list[list[int]]
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return not any(finding.serious for finding in self.findings)
+
+    def lines(self, limit: int = 10, classes: bool = False) -> list[str]:
+        """What to print; of each finding at most `limit` names."""
+        lines = [f"{self.name}: {len(self.class_names):,} classes, {self.train.sum():,} training and "
+                 f"{self.test.sum():,} test images"]  # fmt: skip
+        if len(self.class_names):
+            lines.append(f"a class has {_span(self.train)} training and {_span(self.test)} test images")
+        for number, task in enumerate(self.tasks if len(self.tasks) > 1 else ()):
+            lines.append(f"task {number + 1:3}: {len(task):4} classes, {self.train[task].sum():7,} training and "
+                         f"{self.test[task].sum():7,} test images")  # fmt: skip
+        if classes:
+            lines += [f"{self.train[c]:7,} {self.test[c]:7,}  {c:4} {name}" for c, name in enumerate(self.class_names)]
+        for finding in self.findings:
+            lines += ["", f"{'PROBLEM' if finding.serious else 'note'}: {finding.what}"]
+            lines += [f"    {name}" for name in finding.names[:limit]]
+            if len(finding.names) > limit:
+                lines.append(f"    and {len(finding.names) - limit:,} more (--limit N shows more)")
+            lines.append(f"    To do: {finding.remedy}.")
+        return [*lines, "", "All images can be read." if self.whole else "The data set is not whole."]
+
+
+def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | None = None) -> Report:
+    """Reads every image once."""
+    count = len(dataset.class_names)
+    train, test = (np.bincount(part.labels, minlength=count) for part in (dataset.train, dataset.test))
+    report = Report(name, dataset.class_names, train, test, [list(task) for task in tasks or dataset.tasks or []])
+    report.findings += _wrong_counts(dataset, name, train, test)
+    content: dict[str, list[bytes | None]] = {}
+    bad: dict[str, list[str]] = {}
+    for split, images in (("train", dataset.train), ("test", dataset.test)):
+        content[split] = []
+        for digest, trouble in in_threads(_read(images), range(len(images.labels))):
+            content[split].append(digest)
+            if trouble is not None:
+                bad.setdefault(_kind(trouble), []).append(trouble)
+    for kind, sentences in bad.items():
+        report.findings.append(Finding(f"{_files(len(sentences))} {kind}", REMEDIES[kind], sentences))
+    return _with_duplicates(report, dataset, content)
+
+
+def _read(images: Images) -> Callable[[int], tuple[bytes | None, str | None]]:
+    """A function from an image's number to a digest of its pixels, or to what is wrong with it."""
+
+    def read(index: int) -> tuple[bytes | None, str | None]:
+        try:
+            pixels = images.image(index).numpy()
+        except UserError as error:
+            return None, str(error)
+        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16)
+        digest.update(str(pixels.shape).encode())
+        return digest.digest(), None
+
+    return read
+
+
+def _kind(sentence: str) -> str:
+    words = {"is empty": "empty", "No such file": "missing", "truncated": "truncated", "broken": "truncated"}
+    return next((kind for word, kind in words.items() if word in sentence), "unreadable")
+
+
+def _wrong_counts(dataset: DataSet, name: str, train: NDArray[np.int64], test: NDArray[np.int64]) -> list[Finding]:
+    findings = []
+    for split, counts in (("training", train), ("test", test)):
+        if empty := [class_name for class_name, n in zip(dataset.class_names, counts, strict=True) if n == 0]:
+            what = f"{len(empty)} {'class has' if len(empty) == 1 else 'classes have'} no {split} images"
+            findings.append(Finding(what, "add some, or remove the class from the other split, too", empty))
+    source = SOURCES.get(name)
+    if source is None or source.classes is None:
+        return findings
+    expected, found = (source.classes, source.train, source.test), (len(train), int(train.sum()), int(test.sum()))
+    if expected != found:
+        words = ("classes", "training images", "test images")
+        compared = zip(words, expected, found, strict=True)
+        names = [f"{what}: {there:,} instead of {due:,}" for what, due, there in compared if due != there]
+        findings.append(Finding("the counts are not those of the public data set", "prepare it again", names))
+    return findings
+
+
+def _with_duplicates(report: Report, dataset: DataSet, content: dict[str, list[bytes | None]]) -> Report:
+    first: dict[str, dict[bytes, int]] = {"train": {}, "test": {}}
+    twice: list[str] = []
+    other_class: list[str] = []
+    for split, images in (("train", dataset.train), ("test", dataset.test)):
+        for index, digest in enumerate(content[split]):
+            if digest is None:
+                continue
+            before = first[split].setdefault(digest, index)
+            if before != index:
+                same = images.labels[before] == images.labels[index]
+                pair = f"{_label(images, split, before)} = {_label(images, split, index)}"
+                (twice if same else other_class).append(pair)
+    both = [digest for digest in first["test"] if digest in first["train"]]
+    overlap = [f"{_label(dataset.train, 'train', first['train'][d])} = {_label(dataset.test, 'test', first['test'][d])}"
+               for d in both]  # fmt: skip
+    public = SOURCES.get(report.name) is not None and SOURCES[report.name].classes is not None
+    keep = "the public data set has them; leave them for comparable figures" if public else ""
+    for names, what, remedy in (
+        (overlap, "test images are among the training images, by content", "remove them from one of the two"),
+        (other_class, "images appear again under another class", "look which class is right and remove the other"),
+        (twice, "images appear again in their class", "remove one of each pair, or leave them"),
+    ):
+        if names:
+            report.findings.append(Finding(f"{len(names):,} {what}", keep or remedy, names, serious=False))
+    return report
+
+
+def _label(images: Images, split: str, index: int) -> str:
+    if isinstance(images, FileImages):
+        return str(images.files[index])
+    return f"{split} image {index}"
+
+
+def _files(count: int) -> str:
+    return "1 file is" if count == 1 else f"{count:,} files are"
+
+
+def _span(counts: NDArray[np.int64]) -> str:
+    low, high = counts.min(), counts.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

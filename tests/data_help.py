@@ -1,0 +1,58 @@
+"""Small data sets on disk for the tests of data."""
+
+import io
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+LISTS = SHARED / "lists"
+MEAN, STD = [0.5] * 3, [0.5] * 3
+needs_lists = pytest.mark.skipif(not LISTS.exists(), reason="the public split lists are not here")
+
+
+def picture(seed: int, size: tuple[int, int] = (5, 4)) -> Image.Image:
+    """Unlike every other."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def write_images(paths: Iterable[Path], start: int = 0) -> None:
+    for number, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(start + number).save(path, format="PNG")
+
+
+def make_tree(root: Path, classes: Iterable[str] = ("ant", "bee"), train: int = 3, test: int = 2) -> Path:
+    names = list(classes)
+    write_images(root / "train" / name / f"{i}.png" for name in names for i in range(train))
+    write_images((root / "test" / name / f"{i}.png" for name in names for i in range(test)), start=10_000)
+    return root
+
+
+def image_bytes(seed: int) -> bytes:
+    out = io.BytesIO()
+    picture(seed).save(out, format="PNG")
+    return out.getvalue()
+
+
+def make_tar(path: Path, files: dict[str, bytes], compression: str = "") -> None:
+    with tarfile.open(path, f"w:{compression}") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def make_zip(path: Path, files: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as zipped:
+        for name, data in files.items():
+            zipped.writestr(name, data)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

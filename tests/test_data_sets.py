@@ -1,0 +1,285 @@
+"""The public data sets and users' own: counts, classes and layouts."""
+
+import gzip
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from data_help import LISTS, MEAN, SHARED, STD, make_tree, needs_lists, picture, write_images
+
+from mambacl.datasets import DATASETS, SOURCES, DataSet, FileImages, from_huggingface, open_dataset
+from mambacl.datasets import huggingface as huggingface_module
+from mambacl.datasets import manifest as manifest_module
+from mambacl.datasets.listed import listed, parse_list
+from mambacl.errors import UserError
+from mambacl.streams import Stream, TransformConfig, Transforms, tasks_of
+
+
+def with_lists(root: Path) -> Path:
+    root.mkdir(exist_ok=True)
+    (root / "lists").symlink_to(LISTS)
+    return root
+
+
+@needs_lists
+@pytest.mark.parametrize("name", ["imagenet-r", "domainnet-s200"])
+@pytest.mark.parametrize("tasks", [10, 20, 50, 100])
+def test_the_counts_of_the_public_lists(tmp_path: Path, name: str, tasks: int) -> None:
+    dataset = open_dataset(name, with_lists(tmp_path / "root"))
+    source = SOURCES[name]
+    found = (len(dataset.class_names), len(dataset.train.labels), len(dataset.test.labels))
+    assert found == (source.classes, source.train, source.test)
+    stream = Stream(dataset, Transforms(TransformConfig(), 8, MEAN, STD), tasks, "mamba-cl")
+    assert [len(task) for task in stream.tasks] == [200 // tasks] * tasks
+    assert sum(stream.train_count(t) for t in range(tasks)) == source.train
+    assert sum(stream.test_counts()) == source.test
+    if name == "imagenet-r" and tasks == 100:
+        assert min(stream.test_counts()) >= 20
+        counts = np.bincount(dataset.train.labels), np.bincount(dataset.test.labels)
+        assert [(c.min(), c.max()) for c in counts] == [(38, 354), (5, 81)]
+
+
+@needs_lists
+def test_classes_of_the_public_lists(tmp_path: Path) -> None:
+    root = with_lists(tmp_path / "root")
+    dataset = open_dataset("imagenet-r", root)
+    assert dataset.class_names == sorted(dataset.class_names) and dataset.class_names[0] == "n01443537"
+    dataset = open_dataset("domainnet-s200", root)
+    assert dataset.class_names[:3] == ["pickup_truck", "sweater", "The_Eiffel_Tower"]
+    assert dataset.class_names[199] == "parrot"
+    assert isinstance(dataset.train, FileImages)
+    domains = [dataset.train.files[int(np.argmax(dataset.train.labels == c))].parts[-3] for c in range(0, 200, 20)]
+    expected = "real sketch painting quickdraw quickdraw painting real clipart sketch infograph"
+    assert domains == expected.split()
+
+
+@needs_lists
+@pytest.mark.parametrize(("name", "folder"), [("imagenet-r", "imagenet-r"), ("domainnet-s200", "")])
+def test_a_small_tree_made_from_the_real_list(tmp_path: Path, name: str, folder: str) -> None:
+    root = with_lists(tmp_path / "root")
+    (root / folder).mkdir(exist_ok=True)
+    dataset = open_dataset(name, root).limited(1)
+    stream = Stream(dataset, Transforms(TransformConfig(), 8, MEAN, STD), 100, "pilot")
+    task = next(t for t in range(100) if stream.test_counts()[t] < 60)
+    assert isinstance(dataset.train, FileImages) and isinstance(dataset.test, FileImages)
+    write_images(dataset.train.files[i] for i in stream._train[task])
+    write_images(dataset.test.files[i] for i in stream._test[task])
+    images, labels = next(iter(stream.train_batches(task, 0, 10)))
+    assert images.shape == (2, 3, 8, 8) and sorted(labels.tolist()) == [2 * task, 2 * task + 1]
+    assert sum(len(part) for _, part in stream.test_batches(task, 10)) == stream.test_counts()[task]
+
+
+def test_a_missing_or_changed_list_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data prepare imagenet-r"):
+        open_dataset("imagenet-r", tmp_path)
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "imagenet_r_train.txt").write_text("n1/a.jpg\n")
+    with pytest.raises(UserError, match=r"imagenet_r_train\.txt is not the public list"):
+        open_dataset("imagenet-r", tmp_path)
+    for name in ("imagenet-r", "domainnet-s200", "domainnet-345", "tiny-imagenet", "tiny-imagenet-32"):
+        with pytest.raises(UserError, match=r"stream\.root"):
+            open_dataset(name, None)
+
+
+def test_domainnet_in_full_merges_the_domains(tmp_path: Path) -> None:
+    train = parse_list("clipart/axe/1.jpg 0\nreal/bear paw/x 2.jpg 1\n")
+    test = parse_list("real/axe/2.jpg 0\nclipart/bear paw/y.jpg 1")
+    dataset = listed("domainnet-345", tmp_path, train, test)
+    assert dataset.class_names == ["axe", "bear paw"]
+    assert isinstance(dataset.train, FileImages) and dataset.train.files[1] == tmp_path / "real/bear paw/x 2.jpg"
+    assert len(SOURCES["domainnet-345"].lists) == 12 and len(SOURCES["domainnet-345"].downloads) == 6
+    with pytest.raises(UserError, match="gaps"):
+        listed("domainnet-345", tmp_path, parse_list("real/axe/1.jpg 3"), test)
+
+
+def test_every_source_is_a_data_set_and_says_what_it_is() -> None:
+    assert set(SOURCES) <= set(DATASETS.names())
+    for source in SOURCES.values():
+        for download in (*source.downloads, *source.lists):
+            kind, _, digits = download.checksum.partition(":")
+            assert len(digits) == {"sha256": 64, "md5": 32}[kind] and download.url.startswith("http")
+
+
+# Tiny-ImageNet and Fashion-MNIST
+
+
+def make_tiny(root: Path) -> Path:
+    folder = root / "tiny-imagenet-200"
+    write_images(folder / "train" / wnid / "images" / f"{wnid}_{i}.JPEG" for wnid in ("n02", "n01") for i in range(3))
+    write_images((folder / "val" / "images" / f"val_{i}.JPEG" for i in range(4)), start=50)
+    rows = [f"val_{i}.JPEG\t{('n01', 'n02')[i % 2]}\t0\t0\t62\t62" for i in range(4)]
+    (folder / "val" / "val_annotations.txt").write_text("\n".join(rows) + "\n")
+    return root
+
+
+def test_tiny_imagenet_in_its_official_layout(tmp_path: Path) -> None:
+    dataset = open_dataset("tiny-imagenet", make_tiny(tmp_path))
+    assert dataset.class_names == ["n01", "n02"] and dataset.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert isinstance(dataset.test, FileImages)
+    assert [path.name for path in dataset.test.files] == ["val_0.JPEG", "val_2.JPEG", "val_1.JPEG", "val_3.JPEG"]
+    dataset.check()
+    (tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn03\t0\t0\t1\t1\n")
+    with pytest.raises(UserError, match="'n03', which has no folder"):
+        open_dataset("tiny-imagenet", tmp_path)
+    with pytest.raises(UserError, match="data prepare tiny-imagenet"):
+        open_dataset("tiny-imagenet", tmp_path / "elsewhere")
+
+
+@pytest.mark.skipif(not (SHARED / "tiny-imagenet-32").exists(), reason="the sheets of Tiny-ImageNet are not here")
+def test_sheets_of_tiny_imagenet(tmp_path: Path) -> None:
+    source = SHARED / "tiny-imagenet-32"
+    for sheet in [*sorted(source.glob("train-*.webp"))[:10], source / "val-00.webp"]:
+        (tmp_path / sheet.name).symlink_to(sheet)
+    dataset = open_dataset("tiny-imagenet-32", tmp_path)
+    assert len(dataset.class_names) == 10 and dataset.train.image(0).shape == (3, 32, 32)
+    assert np.bincount(dataset.train.labels).tolist() == [500] * 10
+    assert np.bincount(dataset.test.labels).tolist() == [50] * 10
+    (tmp_path / "val-00.webp").unlink()
+    with pytest.raises(UserError, match="val sheet for every 10 classes"):
+        open_dataset("tiny-imagenet-32", tmp_path)
+    picture(0).save(tmp_path / "val-00.webp")
+    with pytest.raises(UserError, match=r"val-00\.webp is no sheet"):
+        open_dataset("tiny-imagenet-32", tmp_path)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def test_fashion_mnist_from_idx_files(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pixels = {
+        part: rng.integers(0, 256, (count, 28, 28), dtype=np.uint8) for part, count in (("train", 20), ("t10k", 10))
+    }
+    for part, images in pixels.items():
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.arange(len(images), dtype=np.uint8) % 10))
+    dataset = open_dataset("fashion-mnist", tmp_path)
+    assert dataset.train.image(3)[2].tolist() == pixels["train"][3].tolist() and dataset.test.labels[7] == 7
+    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels["t10k"]))[:-40])
+    with pytest.raises(UserError, match=r"t10k-images-idx3-ubyte\.gz is damaged"):
+        open_dataset("fashion-mnist", tmp_path)
+    with pytest.raises(UserError, match="data prepare fashion-mnist"):
+        open_dataset("fashion-mnist", tmp_path / "elsewhere")
+
+
+# Manifests
+
+
+def make_manifest(root: Path, text: str) -> Path:
+    file = root / "my list.csv"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+ROWS = """path,label,split,task
+train/ant/0.png,ant,train,b
+train/bee/0.png,bee,train,a
+"test/ant/0.png",ant,test,b
+test/bee/1.png,bee,test,a
+"""
+
+
+def test_a_manifest(tmp_path: Path) -> None:
+    make_tree(tmp_path)
+    dataset = open_dataset("manifest", make_manifest(tmp_path, "\ufeff" + ROWS))
+    assert dataset.class_names == ["ant", "bee"] and dataset.tasks == [[1], [0]]
+    assert tasks_of(dataset, "own") == ([1, 0], [[1], [0]])
+    dataset.check()
+    numbered = ROWS.replace("ant,t", "10,t").replace("bee,t", "9,t").replace(",task", "")
+    dataset = open_dataset("manifest", make_manifest(tmp_path, numbered))
+    assert dataset.class_names == ["9", "10"] and dataset.tasks is None  # numbers in their order
+    with pytest.raises(UserError, match="names no tasks of its own"):
+        tasks_of(dataset, "own")
+    with pytest.raises(UserError, match="keep their order"):
+        tasks_of(open_dataset("manifest", make_manifest(tmp_path, ROWS)), "own", "pilot")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("ant,test,b", "ant,valid,b"), "line 4: the split is 'valid'"),
+        (("ant,test,b", "ant,test,a"), "line 4: the class 'ant' is in the tasks 'b' and 'a'"),
+        (("bee,test,a", ",test,a"), "line 5: the label is empty"),
+        (("path,label", "file,label"), "no column 'path'"),
+        (("bee,test,a", "ant,test,b"), "'bee' of manifest has no test images"),
+        (("train/bee/0.png,bee,train,a\n", ""), "'bee' of manifest has no training images"),  # only in the test set
+    ],
+)
+def test_wrong_manifests(tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        open_dataset("manifest", make_manifest(tmp_path, ROWS.replace(*change)))
+
+
+def test_manifests_that_are_none(tmp_path: Path) -> None:
+    for root, sentence in ((None, r"stream\.root"), (tmp_path, "CSV or Parquet"), (tmp_path / "x.csv", "no file")):
+        with pytest.raises(UserError, match=sentence):
+            open_dataset("manifest", root)
+    with pytest.raises(UserError, match="lists no images"):
+        open_dataset("manifest", make_manifest(tmp_path, "path,label,split\n"))
+    (tmp_path / "a.csv").write_bytes(b"path,label,split\n\xff\xfe,a,train\n")
+    with pytest.raises(UserError, match="UTF-8"):
+        open_dataset("manifest", tmp_path / "a.csv")
+
+
+def test_a_parquet_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "list.parquet"
+    file.write_bytes(b"")
+
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(manifest_module, "import_module", absent)
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        open_dataset("manifest", file)
+    rows = [{"path": f"{i}.png", "label": i % 2, "split": ("train", "test")[i // 2]} for i in range(4)]
+    table = SimpleNamespace(column_names=list(rows[0]), to_pylist=lambda: rows)
+    monkeypatch.setattr(manifest_module, "import_module", lambda name: SimpleNamespace(read_table=lambda path: table))
+    assert open_dataset("manifest", file).train.labels.tolist() == [0, 1]
+
+
+# Hugging Face
+
+
+class Rows:
+    """As much of a `datasets.Dataset` as is used."""
+
+    def __init__(self, labels: list[Any], names: list[str] | None) -> None:
+        self.labels, self.features = labels, {"image": object(), "label": SimpleNamespace(names=names)}
+        if names is None:
+            self.features["label"] = object()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.labels if isinstance(key, str) else {"image": picture(key), "label": self.labels[key]}
+
+
+@pytest.mark.parametrize(("labels", "names"), [([0, 1, 1], ["cat", "dog"]), (["cat", "dog", "dog"], None)])
+def test_rows_of_hugging_face(labels: list[Any], names: list[str] | None) -> None:
+    splits = {"train": Rows(labels, names), "test": Rows(labels[:2], names)}
+    dataset = from_huggingface(splits)
+    assert dataset.class_names == ["cat", "dog"] and dataset.train.labels.tolist() == [0, 1, 1]
+    assert dataset.train.subset(np.array([2])).image(0).permute(1, 2, 0).tolist() == np.asarray(picture(2)).tolist()
+    dataset.check()
+    assert isinstance(dataset, DataSet) and dataset.limited(1).fingerprint() != dataset.fingerprint()
+    with pytest.raises(UserError, match="no split 'validation'; there are train, test"):
+        from_huggingface(splits, test="validation")
+    with pytest.raises(UserError, match="no column 'img'"):
+        from_huggingface(splits, image="img")
+
+
+def test_a_saved_data_set_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(huggingface_module, "import_module", absent)
+    with pytest.raises(UserError, match="pip install datasets"):
+        open_dataset("huggingface", tmp_path)
+    splits = {"train": Rows([0, 1], ["a", "b"]), "test": Rows([0, 1], ["a", "b"])}
+    library = SimpleNamespace(load_from_disk=lambda path: splits)
+    monkeypatch.setattr(huggingface_module, "import_module", lambda name: library)
+    assert open_dataset("huggingface", tmp_path).class_names == ["a", "b"]
