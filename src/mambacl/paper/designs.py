@@ -1,0 +1,277 @@
+"""The paper's tables and figures as lists of runs: which benchmark, method, seed, and what is varied. Pure data.
+
+`--scale paper` takes the presets of the paper's benchmarks. `--scale nano` is the same design with the nano backbone in
+the package, on CIFAR-100 or on the packaged Fashion-MNIST, with as many of the tasks as the classes allow.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mambacl.errors import UserError
+from mambacl.nullspace.settings import PAPER_KINDS
+from mambacl.paper.quoted import paper_table
+from mambacl.registry import did_you_mean
+
+Options = Mapping[str, Any]
+
+SCALES = ("paper", "nano")
+LARGE, NANO = "defocus_mamba_large_22k", "defocus_mamba_nano"
+FIRST_ORDER = 2024  # the paper's class orders have the seeds 2024, 2025, 2026
+ETAS = (1.0, 0.95, 0.90, 0.85)
+BLOCKS = (1, 12, 24, 36, 48)
+DEPTH = {"paper": 48, "nano": 12}
+BOTH = ("sequential", "mamba-cl")
+NAMES = {"mamba-cl": "Mamba-CL", "sequential": "Mamba-Seq"}  # the paper's
+ABLATION = (
+    (), ("W_delta", "out"), ("W_C", "out"), ("A", "out"), ("W_B", "out"), ("W_delta", "W_C", "A", "W_B"), ("out",),
+    PAPER_KINDS,
+)  # fmt: skip
+"""the kinds of parameters whose updates are projected, in the paper's order"""
+VARIANTS = {
+    "paper": ("mambavision_base", "vim_base", "vmamba_base_s2l15"),
+    "nano": ("mambavision_nano", "vim_nano", "vmamba_nano"),
+}
+PRESETS = {"cifar100-10": "cifar100-10-large"}  # of the paper's benchmarks whose preset has another name
+SCALE_FACTORS = {"mamba": {"delta_scale_factor": 2.0, "rope_scale_factor": 4.0}}  # of the ImageNet-1k weights
+PRETRAINING = {"paper": ("ImageNet-21k", "ImageNet-1k"), "nano": ("Tiny-ImageNet", "random weights")}
+
+CIFAR, FASHION = "cifar100", "fashion-mnist-small"
+NANO_CLASSES = {CIFAR: 100, FASHION: 10}
+NANO_BASES: dict[str, dict[str, Any]] = {
+    CIFAR: {
+        "stream": {"transforms": {"image_size": 32, "augment": "crop-flip"}},
+        "training": {"passes": 10, "decay_after": [5, 8]},  # at the paper's shares of the passes
+    },
+    FASHION: {
+        "stream": {"train_per_class": 200, "transforms": {"image_size": 20}},
+        "nullspace": {"rank": "energy:0.77", "products": "float32"},  # as the preset demo, and why is said there
+        "training": {"passes": 3, "batch_size": 25, "lr": 6e-3, "head_lr": 3e-4, "schedule": "constant"},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A data set in a number of tasks, and what a run on it starts from."""
+
+    name: str
+    dataset: str
+    tasks: int
+    eta: float
+    base: str | Options
+    """a preset's name, or the options themselves"""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    benchmark: Benchmark
+    method: str
+    seed: int
+    backbone: str
+    variant: str = ""
+    """what sets the run apart from the method's usual one; empty for that"""
+    varied: Options = field(default_factory=dict)
+    series: str = ""
+    """in a figure: the line or the group of bars"""
+    x: float | str | None = None
+    """in a figure: the place on the axis"""
+    losses: bool = False
+    """whether the losses of the first two tasks are kept after each task"""
+
+    @property
+    def key(self) -> str:
+        """The folder's name: designs that need the same run share it."""
+        variant = f"-{self.variant}" if self.variant else ""
+        return f"{self.benchmark.name}-{self.method}{variant}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a design is laid out on."""
+
+    scale: str
+    dataset: str
+    seeds: int
+
+    @property
+    def backbone(self) -> str:
+        return LARGE if self.scale == "paper" else NANO
+
+
+Variation = tuple[str, str, str, Options]  # method, variant, backbone, options
+Design = Callable[[Where], list[PlannedRun]]
+
+
+def planned(name: str, scale: str = "paper", dataset: str = FASHION, seeds: int = 1) -> list[PlannedRun]:
+    """The runs of a table or figure, those of one benchmark together. `dataset` is that of the scale nano."""
+    if name not in DESIGNS:
+        raise UserError(f"The paper has no '{name}' here.{did_you_mean(name, DESIGNS)} Known: {', '.join(DESIGNS)}.")
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, got {seeds}.")
+    return DESIGNS[name](Where(scale, dataset, seeds))
+
+
+def benchmarks(names: Iterable[str], where: Where) -> list[Benchmark]:
+    """The paper's benchmarks, or what stands for them at the scale nano: the same numbers of tasks, as far as two
+    classes remain for each."""
+    if where.scale == "paper":
+        found = []
+        for name in names:
+            dataset, _, tasks = name.rpartition("-")
+            found.append(Benchmark(name, dataset, int(tasks), paper_eta(name), PRESETS.get(name, name)))
+        return found
+    most = NANO_CLASSES[where.dataset] // 2
+    counts = dict.fromkeys(min(int(name.rpartition("-")[2]), most) for name in names)
+    return [_nano(where.dataset, tasks) for tasks in counts]
+
+
+def paper_eta(benchmark: str) -> float:
+    return 0.90 if benchmark == "imagenet-r-10" else 0.95
+
+
+def _nano(dataset: str, tasks: int) -> Benchmark:
+    base = NANO_BASES[dataset]
+    stream = {**base["stream"], "dataset": dataset, "tasks": tasks, "order": "mamba-cl"}
+    whole = {"backbone": NANO, "pretrained": True, "setting": "paper", "recipe": "paper", **base, "stream": stream}
+    return Benchmark(f"{dataset}-{tasks}", dataset, tasks, 0.95, whole)
+
+
+def _columns(table: str) -> list[str]:
+    return [name for name in paper_table(table).columns if name != "average"]
+
+
+def _at(size: int, benchmark: Benchmark) -> dict[str, Any]:
+    """Images of another size: by the released code's rule, a crop from 32 pixels more, of CIFAR-100 none."""
+    crop = {} if benchmark.dataset in NANO_CLASSES else {"resize": size + 32}
+    return {"stream": {"transforms": {"image_size": size, **crop}}}
+
+
+def _runs(
+    where: Where, names: Iterable[str], variations: Sequence[Variation], size: int | None = None
+) -> list[PlannedRun]:
+    return [
+        PlannedRun(benchmark, method, seed, backbone, variant, {**options, **(_at(size, benchmark) if size else {})})
+        for benchmark in benchmarks(names, where)
+        for method, variant, backbone, options in variations
+        for seed in range(where.seeds)
+    ]
+
+
+def _methods(table: str, methods: Sequence[str]) -> Design:
+    """Methods side by side on the benchmarks of a table."""
+    return lambda where: _runs(where, _columns(table), [(m, "", where.backbone, {}) for m in methods])
+
+
+def _ablation(where: Where) -> list[PlannedRun]:
+    variations: list[Variation] = []
+    for kinds in ABLATION:
+        free = {kind: {"projected": False} for kind in PAPER_KINDS if kind not in kinds}
+        if not kinds:
+            variations.append(("sequential", "", where.backbone, {}))
+        elif not free:
+            variations.append(("mamba-cl", "", where.backbone, {}))
+        else:
+            variations.append(("mamba-cl", "only-" + "+".join(kinds), where.backbone, {"nullspace": free}))
+    return _runs(where, _columns("ablation"), variations)
+
+
+def _variants(where: Where) -> list[PlannedRun]:
+    return _runs(
+        where, _columns("variants"),
+        [(method, name, name, {"backbone": name}) for name in VARIANTS[where.scale] for method in BOTH],
+        32 if where.scale == "nano" else 224,
+    )  # fmt: skip
+
+
+def _scratch(where: Where) -> list[PlannedRun]:
+    backbone = "defocus_mamba_tiny" if where.scale == "paper" else NANO
+    options = {"backbone": backbone, "pretrained": False, "nullspace": {"layers": "all"}}
+    return _runs(where, _columns("scratch"), [(method, "scratch", backbone, options) for method in BOTH])
+
+
+def _eta(where: Where) -> list[PlannedRun]:
+    runs = []
+    for benchmark in benchmarks(_columns("main"), where):
+        for eta in ETAS:
+            usual = eta == benchmark.eta
+            options = {} if usual else {"nullspace": {"eta": eta}}
+            for seed in range(where.seeds):
+                variant = "" if usual else f"eta-{eta:g}"
+                runs.append(PlannedRun(benchmark, "mamba-cl", seed, where.backbone, variant, options, "Mamba-CL", eta))
+    return runs
+
+
+def blocks(scale: str) -> list[int]:
+    """How many of the first blocks are fine-tuned: the paper's numbers, or the same shares of the nano's twelve."""
+    return list(dict.fromkeys(max(1, round(count * DEPTH[scale] / BLOCKS[-1])) for count in BLOCKS))
+
+
+def _blocks(where: Where) -> list[PlannedRun]:
+    runs = []
+    for benchmark in benchmarks(_columns("main"), where):
+        for count in blocks(where.scale):
+            usual = count == DEPTH[where.scale]
+            options = {} if usual else {"nullspace": {"blocks": count}}
+            variant = "" if usual else f"blocks-{count}"
+            for seed in range(where.seeds):
+                runs.append(PlannedRun(
+                    benchmark, "mamba-cl", seed, where.backbone, variant, options, "Mamba-CL", count
+                ))  # fmt: skip
+    return runs
+
+
+def _pretraining(where: Where) -> list[PlannedRun]:
+    usual, other = PRETRAINING[where.scale]
+    runs = []
+    for benchmark in benchmarks(_columns("main"), where):
+        for label in (usual, other):
+            backbone = where.backbone
+            options: dict[str, Any] = {}
+            if label == other and where.scale == "nano":
+                options = {"pretrained": False}
+            elif label == other:
+                backbone = "defocus_mamba_large"
+                options = {"backbone": backbone, "backbone_options": SCALE_FACTORS, **_at(384, benchmark)}
+            variant = "" if label == usual else label.replace(" ", "-")
+            for method in BOTH:
+                for seed in range(where.seeds):
+                    runs.append(PlannedRun(
+                        benchmark, method, seed, backbone, variant, options, NAMES[method], label
+                    ))  # fmt: skip
+    return runs
+
+
+def _curve(losses: bool) -> Design:
+    """The figures by task have ImageNet-R and CIFAR-100 in ten tasks."""
+
+    def design(where: Where) -> list[PlannedRun]:
+        variant = "losses" if losses else ""
+        return [
+            PlannedRun(benchmark, method, seed, where.backbone, variant, {}, NAMES[method], losses=losses)
+            for benchmark in benchmarks(("imagenet-r-10", "cifar100-10"), where)
+            for method in BOTH
+            for seed in range(where.seeds)
+        ]
+
+    return design
+
+
+DESIGNS: dict[str, Design] = {
+    "main": _methods("main", BOTH),
+    "long-sequence": _methods("long-sequence", BOTH),
+    "ablation": _ablation,
+    "same-backbone": _methods("same-backbone", ("frozen", "seq-adapter", "ease", "mamba-cl")),
+    "variants": _variants,
+    "scratch": _scratch,
+    "runtime": _methods("runtime", BOTH),
+    "svd": _methods("svd", ("mamba-cl",)),
+    "resources": _methods("resources", BOTH),
+    "eta": _eta,
+    "blocks": _blocks,
+    "pretraining": _pretraining,
+    "accuracy-curve": _curve(losses=False),
+    "loss-curve": _curve(losses=True),
+}
+FIGURES = ("eta", "blocks", "pretraining", "accuracy-curve", "loss-curve")
+"""what the paper shows as a figure; the others are tables"""

@@ -1,0 +1,132 @@
+"""Carries a design out: what is finished is left as it is, what was interrupted goes on, the rest is trained."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mambacl.config import RunConfig, preset_names, resolve
+from mambacl.errors import UserError
+from mambacl.methods import METHODS
+from mambacl.options import merge
+from mambacl.paper.designs import FIRST_ORDER, Benchmark, PlannedRun
+from mambacl.paper.losses import recording_losses
+from mambacl.reports.runs import RunRecord, load_run
+from mambacl.training.folder import RunFolder
+from mambacl.training.run import differences, train
+
+
+@dataclass(frozen=True)
+class Job:
+    """A planned run with its whole configuration and the state of its folder."""
+
+    planned: PlannedRun
+    config: RunConfig
+    state: str
+    """finished, interrupted, not started, or what is wrong with the folder"""
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("interrupted", "not started")
+
+
+def jobs(
+    plan: Sequence[PlannedRun], out: Path, root: Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> list[Job]:
+    """Configurations and states, looked up before any work starts.
+
+    `root` has a folder for each data set of the scale paper, and is CIFAR-100's own at the scale nano. `overrides` go
+    before the benchmark's options, and what a design varies goes before them.
+    """
+    _check_presets(plan)
+    made = []
+    for run in plan:
+        config = run_config(run, out, root, overrides or {})
+        made.append(Job(run, config, _state(config, root is not None)))
+    return made
+
+
+def run_config(run: PlannedRun, out: Path, root: Path | None, overrides: Mapping[str, Any]) -> RunConfig:
+    benchmark = run.benchmark
+    own: dict[str, Any] = {"nullspace": {"eta": benchmark.eta}}
+    if root is not None:
+        own["stream"] = {"root": str(root / benchmark.dataset if isinstance(benchmark.base, str) else root)}
+    fixed = {"name": benchmark.name, "method": run.method, "seed": run.seed, "out": str(out / run.key)}
+    order = {"stream": {"order_seed": FIRST_ORDER + run.seed}}
+    for layer in (order, overrides, run.varied, fixed):
+        own = merge(own, layer)
+    config = resolve(benchmark.base, own)
+    if isinstance(benchmark.base, str):
+        _check_benchmark(config, run, overrides)
+    return config
+
+
+def _check_presets(plan: Sequence[PlannedRun]) -> None:
+    known = preset_names()
+    wanted = dict.fromkeys(run.benchmark.base for run in plan if isinstance(run.benchmark.base, str))
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise UserError(
+            f"There is no preset {', '.join(missing)} yet, which this needs: --only NAME leaves out what is missing, "
+            "--scale nano needs none."
+        )
+
+
+def _check_benchmark(config: RunConfig, run: PlannedRun, overrides: Mapping[str, Any]) -> None:
+    """A preset of the right name that is of something else would stand in the paper's cell."""
+    benchmark: Benchmark = run.benchmark
+    found = (config.stream.dataset, config.stream.tasks)
+    if found != (benchmark.dataset, benchmark.tasks):
+        raise UserError(
+            f"The preset {benchmark.base} is not {benchmark.dataset} in {benchmark.tasks} tasks (it is {found[0]} in "
+            f"{found[1]}): mend the preset."
+        )
+    if config.backbone != run.backbone and "backbone" not in overrides:
+        raise UserError(
+            f"The preset {benchmark.base} is of {config.backbone}, where the paper has {run.backbone}: add --backbone "
+            f"{run.backbone}, or --scale nano."
+        )
+
+
+def _state(config: RunConfig, has_root: bool) -> str:
+    folder = RunFolder(config.folder)
+    if not folder.exists():
+        return "not started"
+    differing = [key for key in differences(folder.config(), config) if has_root or key != "stream.root"]
+    if differing:
+        return f"another run (differs in {', '.join(differing[:4])})"
+    return "finished" if folder.results().get("status") == "finished" else "interrupted"
+
+
+def carry_out(work: Sequence[Job]) -> None:
+    """Trains what is open, in order; a mistake is found before the first is trained."""
+    for job in work:
+        METHODS.get(job.config.method)
+        if not job.open and job.state != "finished":
+            raise UserError(f"{job.config.folder} holds {job.state}: choose another --out.")
+    todo = [job for job in work if job.open]
+    say(f"Runs: {len(work)}, of which {len(work) - len(todo)} are finished.")
+    for number, job in enumerate(todo, start=1):
+        verb = "continuing" if job.state == "interrupted" else "training"
+        say(f"[{number}/{len(todo)}] {verb} {job.planned.key}")
+        try:
+            with recording_losses() if job.planned.losses else nullcontext():
+                train(job.config)
+        except KeyboardInterrupt:
+            say("mambacl: the same command again continues.")
+            raise
+
+
+def records(work: Sequence[Job]) -> list[tuple[PlannedRun, RunRecord]]:
+    """What there is of the runs, finished or not."""
+    return [
+        (job.planned, load_run(job.config.folder))
+        for job in work
+        if (job.config.folder / "results.json").is_file() and not job.state.startswith("another")
+    ]
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
