@@ -222,9 +222,9 @@ class Recorder:
         self.calls = []
         import mambacl.scan
 
-        def recorded(x, steps, log_A, B, C, **named):
-            y, last = mambacl.scan.scan_tokens(x, steps, log_A, B, C, **named)
-            A, delta = -log_A.exp(), torch.nn.functional.softplus(steps) if named["softplus"] else steps
+        def recorded(x, steps, logarithm, B, C, **named):
+            y, last = mambacl.scan.scan_tokens(x, steps, logarithm, B, C, **named)
+            A, delta = -logarithm.exp(), torch.nn.functional.softplus(steps) if named["softplus"] else steps
             self.calls.append(tuple(t.detach().clone() for t in (x, delta, A, B, C, y)))
             return y, last
 
