@@ -16,6 +16,7 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
+import mambacl
 from mambacl.backbones import create_model
 from mambacl.config import RunConfig, build_parser, preset_names, resolve
 from mambacl.datasets import DATASETS
@@ -278,3 +279,13 @@ def test_the_older_run_on_cifar_is_as_it_was() -> None:
     config = resolve("cifar100-10", {})
     assert (config.backbone, config.stream.transforms.image_size) == ("defocus_mamba_nano", 32)
     assert (config.setting, config.recipe, config.training.passes) == ("public-code", "public-code", 10)
+
+
+def test_data_are_looked_for_before_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def download(*_: object) -> None:
+        raise AssertionError("weights were asked for")
+
+    monkeypatch.setattr("mambacl.backbones.loading.weights_file", download)
+    options = {"backbone": "defocus_mamba_tiny", "pretrained": True, "stream": {"root": str(tmp_path / "nowhere")}}
+    with pytest.raises(UserError, match="nowhere"):
+        mambacl.train("imagenet-r-20", out=str(tmp_path / "run"), **options)

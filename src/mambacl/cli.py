@@ -397,8 +397,7 @@ def usage() -> str:
     )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
@@ -411,8 +410,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         hint = did_you_mean(arguments[0], COMMANDS)
         return _fail(f"There is no command '{arguments[0]}'.{hint} Known: {', '.join(COMMANDS)}.", 2)
+    return command(arguments[1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        return command(arguments[1:])
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # here, where a reader that has gone is no mistake
+        return code
     except UserError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:

@@ -49,13 +49,18 @@ def create_model(
     size, or the path of a checkpoint (.safetensors, or a public .pth). `config`: overrides by name, nested ones as a
     mapping.
     """
-    from mambacl.backbones.loading import load_weights, weights_file
-
     entry = MODELS.get(name)
     if num_classes is not None:
         config["num_classes"] = num_classes
     model = entry.build(build_config(entry.config_class, merge(entry.config, config), name))
-    if pretrained is not False:
-        path = weights_file(entry) if pretrained is True else Path(pretrained)
-        logger.info("%s", load_weights(model, path))
+    load_pretrained(model, name, pretrained)
     return model
+
+
+def load_pretrained(model: nn.Module, name: str, pretrained: bool | str | Path) -> None:
+    """The public weights of that name (True), those of a file, or none (False)."""
+    from mambacl.backbones.loading import load_weights, weights_file
+
+    if pretrained is not False:
+        path = weights_file(MODELS.get(name)) if pretrained is True else Path(pretrained)
+        logger.info("%s", load_weights(model, path))

@@ -18,7 +18,7 @@ from torch import nn
 from mambacl import fused
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import HEADS, weights_file
-from mambacl.backbones.registry import MODELS
+from mambacl.backbones.registry import MODELS, load_pretrained
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -211,15 +211,16 @@ def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
     method_class = METHODS.get(config.method)
     device = pick_device(config.device)
     torch.manual_seed(config.seed)  # for what no checkpoint fills
-    pretrained = config.pretrained if folder is None else False
-    model = create_model(config.backbone, num_classes=0, pretrained=pretrained, **config.backbone_options)
-    if folder is not None:
-        checkpoints.load_backbone(folder, model)
+    model = create_model(config.backbone, num_classes=0, **config.backbone_options)
     data: Any = model.default_cfg
     stream = open_stream(
         config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
         config.training.workers, device if config.fast else torch.device("cpu"),
     )  # fmt: skip
+    if folder is None:  # after the data were found: weights may have to be downloaded
+        load_pretrained(model, config.backbone, config.pretrained)
+    else:
+        checkpoints.load_backbone(folder, model)
     model.eval()
     try:  # images that do not fit the model are noticed here, before anything is written
         with torch.no_grad():
