@@ -4,7 +4,8 @@ import gc
 
 import pytest
 import torch
-from test_scan_triton import DEVICE, INPUTS, ROUNDING, assert_close, assert_same_bits, run, slope, tokens
+from kernels_help import DEVICE
+from scan_help import INPUTS, ROUNDING, assert_close, assert_same_bits, run, slope, tokens
 from torch import Tensor
 
 from mambacl.errors import UserError

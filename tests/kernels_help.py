@@ -1,0 +1,34 @@
+"""Where the tests of Triton kernels run: on the GPU, or in Triton's interpreter, which conftest.py switches on."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernels_run() -> bool:
+    """Whether Triton is there and, without a GPU, its interpreter is active."""
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError:
+        return False
+    return DEVICE == "cuda" or not isinstance(triton.language.zeros, triton.runtime.JITFunction)
+
+
+kernels = pytest.mark.skipif(not kernels_run(), reason="there is neither a CUDA device nor Triton's interpreter")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within it, new memory is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
