@@ -1,7 +1,5 @@
 """How the Triton scan is laid out, registered and chosen."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from kernels_help import DEVICE, kernels, poisoned
@@ -77,9 +75,30 @@ def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.Mon
 def test_time_in_segments_gives_the_same_answer(
     segments: int, length: int, n: int, groups: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = {way: replace(triton_scan.layout(n, 1, way), segments=segments) for way in (False, True)}
-    monkeypatch.setattr(triton_scan, "layout", lambda n, recurrences, backward: plans[backward])
+    monkeypatch.setattr(triton_scan, "segments", lambda length, programs: segments)
     compare(tokens(b=2, l=length, d=6, n=n, groups=groups), softplus=True, reverse=reverse)
+
+
+def test_time_is_split_where_there_are_few_long_recurrences() -> None:
+    assert triton_scan.segments(2048, 8 * 1536 // 16) == 8  # language
+    assert triton_scan.segments(2048, 1536 // 16) == 8
+    assert triton_scan.segments(700, 10) == 2
+    assert triton_scan.segments(145, 200 * 2048 // 32) == 1
+    assert triton_scan.segments(3136, 64 * 768 // 32) == 1
+    assert triton_scan.segments(197, 1) == 1
+    assert triton_scan.segments(4096, 0) == 1
+
+
+@kernels
+def test_nothing_stays_nothing_through_a_segment_that_would_make_it_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = tokens(b=1, l=24, d=2, n=2)
+    inputs["A"] = torch.full_like(inputs["A"], 22.4)
+    inputs["delta"] = torch.full_like(inputs["delta"], 0.5)
+    inputs["u"][:, :16] = 0
+    monkeypatch.setattr(triton_scan, "segments", lambda length, programs: 3)
+    last = scan_tokens(*inputs.values(), backend="triton")[1]
+    expected = scan_tokens(*inputs.values(), backend="reference")[1]
+    assert torch.equal(last.isfinite(), expected.isfinite())
 
 
 @kernels

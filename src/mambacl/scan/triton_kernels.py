@@ -92,7 +92,8 @@ def _carried(
         place = image * SEGMENTS + segment + way * number
         total = tl.load(sums_ptr + place * D + channels, mask=there, other=0.0)
         end = tl.load(ends_ptr + place * N * D + states * D + channels, mask=there & real, other=0.0)
-        state = tl.where(real, tl.exp2(total * A) * state, 0.0) + end
+        through = tl.where(state == 0.0, 0.0, tl.exp2(total * A) * state)  # nothing stays nothing, however it grows
+        state = tl.where(real, through, 0.0) + end
     return state
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 MOST_STATES = 256
 KEPT = 8  # steps between the states that the forward keeps
 FILLED = 2048  # warps that keep a large GPU busy
+SHORTEST = 256  # steps of a segment: below, going over all steps once more costs more than it saves
+MOST_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a warp's 32 lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; how many
-    steps are taken at a time; whether the backward loads its inputs twice; the most registers of a thread; and into how
-    many segments time is split, at most."""
+    steps are taken at a time; whether the backward loads its inputs twice; and the most registers of a thread."""
 
     states: int
     lanes_n: int
@@ -29,7 +30,6 @@ class Layout:
     steps: int
     reload: bool = False
     registers: int | None = None
-    segments: int = 1
 
     @property
     def block(self) -> int:
@@ -47,10 +47,12 @@ def layout(n: int, recurrences: int, backward: bool) -> Layout:
     lanes_n = padded // states
     lanes_d = 32 // lanes_n
     channels = 16 // states
-    while channels > 1 and (channels > 4 or recurrences < FILLED * channels * lanes_d * 2):
+    programs = FILLED * (2 if backward else 1)
+    while channels > 1 and (channels > 4 or recurrences < programs * channels * lanes_d):
         channels //= 2
     channels = max(channels, 2 if padded <= 32 else 1)
-    return Layout(states, lanes_n, channels, lanes_d, 4, registers=168 if backward and states * channels == 8 else None)
+    registers = (168 if backward else 96) if states * channels == 8 else None
+    return Layout(states, lanes_n, channels, lanes_d, 4, registers=registers)
 
 
 def interpreted() -> bool:
@@ -77,7 +79,7 @@ def forward(
     y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
     kept = _new(u, kept_shape(u, A) if keep else (0,))
     plan = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False)
-    width, count = segments(u, plan)
+    width, count = _widths(u, B, plan)
     ends, sums = _ends(u, delta, A, B, plan, width, count, log_A, reverse, backward=False)
     launch(
         scan_forward,
@@ -106,7 +108,7 @@ def backward(
     plan = layout(states, u.shape[0] * u.shape[2], backward=True)
     blocks = _blocks(u, B, plan)
     du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
-    width, count = segments(u, plan)
+    width, count = _widths(u, B, plan)
     ends, sums = _ends(dy, delta, A, C, plan, width, count, log_A, reverse, backward=True)
     dA = _new(u, (batch * count if need_A else 0, *A.shape))
     parts = _new(u, (2, batch, blocks, length, states))  # of dB and of dC
@@ -122,10 +124,21 @@ def backward(
     return du, ddelta, dA.sum(0), dB, dC
 
 
-def segments(u: Tensor, plan: Layout) -> tuple[int, int]:
-    """Steps of a segment of time, a multiple of those between kept states, and how many segments there are."""
-    width = -(-u.shape[1] // plan.segments // KEPT) * KEPT or KEPT
-    return (width, -(-u.shape[1] // width)) if plan.segments > 1 else (u.shape[1], 1)
+def segments(length: int, programs: int) -> int:
+    """Into how many time is split, where few programs of many steps would leave a GPU idle: a power of two."""
+    if not 0 < 2 * programs <= FILLED:
+        return 1
+    wanted = max(1, min(MOST_SEGMENTS, 4 * FILLED // programs, length // SHORTEST))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _widths(u: Tensor, B: Tensor, plan: Layout) -> tuple[int, int]:
+    """Steps of a segment, a multiple of those between kept states, and how many segments there are."""
+    length, wanted = u.shape[1], segments(u.shape[1], _blocks(u, B, plan) * len(u))
+    if wanted == 1:
+        return length, 1
+    width = -(-length // wanted // KEPT) * KEPT or KEPT
+    return width, -(-length // width)
 
 
 def _ends(
