@@ -165,11 +165,15 @@ def test_images_that_do_not_fit_are_read_again(dataset: DataSet, room: int, monk
     assert isinstance(batches, BatchedBatches) and batches.decoded.host_bytes <= room
 
 
-def test_images_are_decoded_once_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_images_are_decoded_once_a_task(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = ArrayImages.image
-    monkeypatch.setattr(ArrayImages, "image", lambda self, index: read.append(index) or original(self, index))
+    one, several = ArrayImages.image, ArrayImages.several
+    monkeypatch.setattr(ArrayImages, "image", lambda self, index: read.append(index) or one(self, index))
+    monkeypatch.setattr(ArrayImages, "several", lambda self, indices: read.extend(indices) or several(self, indices))
     ours = stream(arrays())
+    if not at_once:
+        monkeypatch.setattr(ArrayImages, "bytes_of", lambda self, count: 1 << 60)
     for task in range(2):
         for epoch in range(2):
             list(ours.train_batches(task, epoch, 8))
@@ -177,6 +181,15 @@ def test_images_are_decoded_once_a_task(monkeypatch: pytest.MonkeyPatch) -> None
         for old in range(task + 1):
             list(ours.test_batches(old, 8))
     assert len(read) == 60 + 18
+
+
+@pytest.mark.parametrize("split", ["train", "test"])  # with colours, grey
+def test_an_array_gives_several_images_as_it_gives_each(split: str) -> None:
+    images = getattr(arrays(), split)
+    chosen = np.array([5, 0, 5, 17])
+    several = images.several(chosen)
+    assert several.is_contiguous() and several.numel() == images.bytes_of(4)
+    assert torch.equal(several, torch.stack([images.image(index) for index in chosen]))
 
 
 def test_the_shelf_keeps_within_its_room() -> None:

@@ -19,7 +19,8 @@ from mambacl.registry import Registry
 
 
 class Images(Protocol):
-    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both."""
+    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both. `bad` has what is wrong with
+    those that cannot be read, by index; `name` what an image is called."""
 
     labels: NDArray[np.int64]
 
@@ -28,6 +29,10 @@ class Images(Protocol):
     def digest(self) -> str: ...
 
     def check(self) -> None: ...
+
+    def bad(self) -> dict[int, str]: ...
+
+    def name(self, index: int) -> str: ...
 
     def subset(self, indices: NDArray[np.int64]) -> "Images": ...
 
@@ -42,8 +47,23 @@ class ArrayImages:
         pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[index]))
         return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
+    def several(self, indices: NDArray[np.int64]) -> Tensor:
+        """(n, 3, h, w)."""
+        pixels = torch.from_numpy(self.pixels[indices])
+        several = pixels[:, None].expand(-1, 3, -1, -1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+        return several.contiguous()
+
+    def bytes_of(self, count: int) -> int:
+        return count * 3 * int(np.prod(self.pixels.shape[1:3]))
+
     def check(self) -> None:
         return
+
+    def bad(self) -> dict[int, str]:
+        return {}
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
 
     def digest(self) -> str:
         content = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
@@ -100,6 +120,22 @@ def _trouble(path: Path) -> str | None:
 
 
 @dataclass(frozen=True)
+class Domains:
+    """Which domain, such as photographs or sketches, each image is of."""
+
+    names: list[str]
+    train: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, train: Sequence[str], test: Sequence[str], names: list[str] | None = None) -> "Domains":
+        """From each image's domain by name; without `names` they are sorted."""
+        names = sorted({*train, *test}) if names is None else names
+        number = {name: position for position, name in enumerate(names)}
+        return cls(names, *(np.array([number[name] for name in part], dtype=np.int64) for part in (train, test)))
+
+
+@dataclass(frozen=True)
 class DataSet:
     name: str
     class_names: list[str]
@@ -109,6 +145,8 @@ class DataSet:
     """the classes of each task, where the data set says it itself"""
     skipped: tuple[str, ...] = ()
     """images left out because they cannot be read: split, name, what is wrong"""
+    domains: Domains | None = None
+    """where the data set says it itself"""
 
     def fingerprint(self) -> str:
         """Changes when the data does."""
@@ -120,44 +158,49 @@ class DataSet:
         self.train.check()
         self.test.check()
 
-    def limited(self, train_per_class: int | None) -> "DataSet":
-        """The first so many training images of each class; all of them if None."""
+    def limited(self, train_per_class: int | None, by_domain: bool = False) -> "DataSet":
+        """The first so many training images of each class, or of each class in each domain; all of them if None."""
         if train_per_class is None:
             return self
         if train_per_class < 1:
             raise UserError(f"train_per_class must be at least 1, got {train_per_class}.")
-        kept = [members[:train_per_class] for members in self._by_class()]
-        return dataclasses.replace(self, train=self.train.subset(np.sort(np.concatenate(kept))))
+        kept = np.sort(np.concatenate([members[:train_per_class] for members in self._groups(by_domain)]))
+        domains = self.domains and dataclasses.replace(self.domains, train=self.domains.train[kept])
+        return dataclasses.replace(self, train=self.train.subset(kept), domains=domains)
 
-    def with_validation(self, share: float) -> "DataSet":
-        """That share of each class's training images, drawn with a fixed seed, takes the place of the test images;
-        training keeps the others. Nothing of the test split is looked at."""
+    def with_validation(self, share: float, by_domain: bool = False) -> "DataSet":
+        """That share of each class's training images, or of each class's in each domain, drawn with a fixed seed, takes
+        the place of the test images; training keeps the others. Nothing of the test split is looked at."""
         if not 0 < share < 1:
             raise UserError(f"validation is a share of the training images between 0 and 1, got {share}.")
         rng = np.random.Generator(np.random.PCG64(0))
         kept, held = [], []
-        for name, members in zip(self.class_names, self._by_class(), strict=True):
-            if len(members) < 2:
+        for number, members in enumerate(self._groups(by_domain)):
+            if len(members) < 2 and not by_domain:  # a domain may lack a class
+                name = self.class_names[number]
                 raise UserError(f"The class '{name}' has one training image: too few to hold one back for validation.")
-            count = min(len(members) - 1, max(1, round(share * len(members))))
+            count = min(len(members) - 1, max(1, round(share * len(members)))) if len(members) > 1 else 0
             order = rng.permutation(members)
             held.append(order[:count])
             kept.append(order[count:])
-        train, test = (self.train.subset(np.sort(np.concatenate(part))) for part in (kept, held))
-        return dataclasses.replace(self, train=train, test=test)
+        train, test = (np.sort(np.concatenate(part)) for part in (kept, held))
+        domains = self.domains and Domains(self.domains.names, self.domains.train[train], self.domains.train[test])
+        return dataclasses.replace(self, train=self.train.subset(train), test=self.train.subset(test), domains=domains)
 
     def without_bad(self) -> "DataSet":
-        """Without the files that cannot be read; `skipped` names them."""
+        """Without the images that cannot be read; `skipped` names them."""
         splits: list[Images] = []
-        skipped = list(self.skipped)
+        skipped, domains = list(self.skipped), self.domains
         for split, images in (("train", self.train), ("test", self.test)):
+            bad = images.bad()
+            skipped += [f"{split}: {images.name(index)} {trouble}" for index, trouble in bad.items()]
+            kept = np.setdiff1d(np.arange(len(images.labels)), np.array(list(bad), dtype=np.int64))
+            images = images.subset(kept) if bad else images
             if isinstance(images, FileImages):
-                bad = images.bad()
-                skipped += [f"{split}: {images.name(index)} {trouble}" for index, trouble in bad.items()]
-                images = images.subset(np.setdiff1d(np.arange(len(images.labels)), np.array(list(bad), dtype=np.int64)))
                 images.checked = True
             splits.append(images)
-        return dataclasses.replace(self, train=splits[0], test=splits[1], skipped=tuple(skipped))
+            domains = domains and dataclasses.replace(domains, **{split: getattr(domains, split)[kept]})
+        return dataclasses.replace(self, train=splits[0], test=splits[1], skipped=tuple(skipped), domains=domains)
 
     def refuse_empty(self, name: str) -> None:
         """Raises a `UserError` for a class that has no image in one of the splits."""
@@ -169,11 +212,13 @@ class DataSet:
                     f"The class '{empty}' of {name} has no {split} images; add some, or remove its {other} images."
                 )
 
-    def _by_class(self) -> list[NDArray[np.int64]]:
-        """Numbers of the training images of each class, in their order."""
-        order = np.argsort(self.train.labels, kind="stable")
-        counts = np.bincount(self.train.labels, minlength=len(self.class_names))
-        return np.split(order, np.cumsum(counts)[:-1])
+    def _groups(self, by_domain: bool) -> list[NDArray[np.int64]]:
+        """Numbers of the training images of each class, or of each class in each domain, in their order."""
+        groups, count = self.train.labels, len(self.class_names)
+        if by_domain and self.domains is not None:
+            groups, count = groups + count * self.domains.train, count * len(self.domains.names)
+        order = np.argsort(groups, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(groups, minlength=count))[:-1])
 
 
 DATASETS: Registry[Callable[[Path | None], DataSet]] = Registry("data set", "mambacl.datasets")

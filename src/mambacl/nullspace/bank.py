@@ -4,7 +4,8 @@ product. `Projector.apply` is the plain twin.
 On its way a bank counts, for each part, how much of the optimizer's update fell into protected directions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from mambacl.nullspace.adapters import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
 
+ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
 PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
 Tensors = Mapping[str, Tensor]  # parameters by name
 
@@ -59,6 +61,18 @@ class Slot:
         return Slot([self.parts[i] for i in numbers], [self.places[i] for i in numbers], self.energy[numbers])
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Whatever the model is trained in: an update that is projected to three digits leaves what it should not touch
+    unchanged to three digits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @dataclass
 class Stack:
     """Bases of equal shape, (stacked, groups, D, r), padded with zero columns to the widest."""
@@ -83,11 +97,12 @@ class Stack:
         V = self.basis[places].to(changes.dtype).flatten(0, 1)
         identity, factor = (t[places].to(changes.dtype).flatten(0, 1) for t in (self.identity, self.factor))
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
-        inside = flat @ V
-        if counted:
-            norms = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (flat, inside)]
-            slot.energy += torch.stack(norms, dim=-1).double().square().view_as(slot.energy)
-        flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
+        with without_tf32():
+            inside = flat @ V
+            if counted:
+                norms = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (flat, inside)]
+                slot.energy += torch.stack(norms, dim=-1).double().square().view_as(slot.energy)
+            flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
         return changes
 
     def _chosen(self, slot: Slot) -> slice | Tensor:
@@ -203,6 +218,8 @@ def _stacked(
 ) -> Stack:
     size, groups = members[0].spectrum.shape[-1], members[0].ranks.numel()
     width = max(member.basis.shape[-1] for member in members)
+    if device.type == "cuda":
+        width = -(-width // ALIGNED) * ALIGNED
     basis = torch.zeros(len(members), groups, size, width, dtype=dtype, device=device)
     numbers = torch.empty(2, len(members), groups, 1, 1, dtype=torch.float64)
     for place, member in enumerate(members):

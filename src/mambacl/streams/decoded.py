@@ -1,7 +1,7 @@
 """Images decoded once, as uint8: on the device where they fit, else in main memory, else read again when needed."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.datasets.base import Images
+from mambacl.datasets.base import ArrayImages, Images
 
 Group = tuple[NDArray[np.int64], Tensor]  # where images stand among those asked for, and the images: all of one size
 
@@ -34,27 +34,32 @@ class Decoded:
 
     def __init__(self, images: Images, indices: NDArray[np.int64], device: torch.device, room: int) -> None:
         self.images, self.indices, self.device = images, indices, device
-        kept: list[Tensor | None] = []
-        sizes, self.host_bytes = [], 0
+        self.host_bytes = 0
+        self._kept: list[Tensor | None] = []
+        self._all: Tensor | None = None
+        if isinstance(images, ArrayImages) and images.bytes_of(len(indices)) <= room:
+            self._all = self._placed(images.several(indices))
+            self.sizes = np.tile(np.array(self._all.shape[-2:], dtype=np.int64), (len(indices), 1))
+            return
+        sizes = []
         for image in self._read(indices):
             fits = self.host_bytes + image.numel() <= room
             self.host_bytes += image.numel() if fits else 0
-            kept.append(image if fits else None)
+            self._kept.append(image if fits else None)
             sizes.append(image.shape[-2:])
         self.sizes = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-        self._kept, self._all = kept, self._together(kept)
+        present = [image for image in self._kept if image is not None]
+        if present and len(present) == len(sizes) and (self.sizes == self.sizes[0]).all():
+            self._kept = []
+            self._all = self._placed(torch.stack(present))
 
-    def _together(self, kept: Sequence[Tensor | None]) -> Tensor | None:
-        """All as one tensor, where they are of one size and all kept."""
-        present = [image for image in kept if image is not None]
-        if not present or len(present) < len(kept) or (self.sizes != self.sizes[0]).any():
-            return None
-        together = torch.stack(present)
-        self._kept = []
-        if self.device.type != "cpu" and together.numel() <= free_bytes(self.device) // 4:
+    def _placed(self, images: Tensor) -> Tensor:
+        """All of them, on the device if they fit there."""
+        if self.device.type != "cpu" and images.numel() <= free_bytes(self.device) // 4:
             self.host_bytes = 0
-            together = together.to(self.device)
-        return together
+            return images.to(self.device)
+        self.host_bytes = images.numel()
+        return images
 
     @property
     def on_device(self) -> bool:
@@ -62,7 +67,10 @@ class Decoded:
 
     def groups(self, places: NDArray[np.int64], most: int) -> Iterator[Group]:
         """The images at these places, in groups of one size and of at most so many values (but one image at least)."""
-        sizes, which = np.unique(self.sizes[places], axis=0, return_inverse=True)
+        if self._all is not None:  # no need to look
+            sizes, which = self.sizes[:1], np.zeros(len(places), dtype=np.int64)
+        else:
+            sizes, which = np.unique(self.sizes[places], axis=0, return_inverse=True)
         for number, (height, width) in enumerate(sizes):
             members = np.flatnonzero(which.reshape(-1) == number)
             step = max(1, most // int(3 * height * width))

@@ -5,6 +5,8 @@ task run as they are; then one is recorded as a CUDA graph, which from then on i
 numbers, started all at once. A batch of another size runs as it is.
 """
 
+import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,6 +23,45 @@ class Loss(Protocol):
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
+class Recorder:
+    """Records CUDA graphs that take turns in the same memory, which stays reserved from one task to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._first: torch.cuda.CUDAGraph | None = None
+
+    def record(self, work: Callable[[], object], needed: int) -> torch.cuda.CUDAGraph:
+        """`needed`: bytes of memory, about. What `torch.cuda.graph` does, but memory is given back to the GPU only
+        where it is short of it: to ask for it again takes longer than to record."""
+        if torch.cuda.mem_get_info(self.device)[0] < 2 * needed:
+            torch.cuda.empty_cache()
+        if self._first is None:  # it holds the memory
+            first = torch.cuda.CUDAGraph()
+            self._capture(first, lambda: torch.zeros(1, device=self.device), None)
+            self._first = first
+        graph = torch.cuda.CUDAGraph()
+        self._capture(graph, work, self._first.pool())
+        return graph
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object], pool: Any) -> None:
+        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        collecting = gc.isenabled()
+        torch.cuda.synchronize(self.device)
+        gc.disable()  # what is thrown away meanwhile might be something of CUDA's
+        stream.wait_stream(here)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        here.wait_stream(stream)
+
+
 class TrainingStep:
     """Steps of one optimizer. Sums of the loss and of the right answers stay on the device until they are asked for."""
 
@@ -31,8 +72,10 @@ class TrainingStep:
         device: torch.device,
         autocast: AbstractContextManager[Any],
         graphs: bool,
+        recorder: Recorder | None = None,
     ) -> None:
         """`graphs`: whether to record steps, where that is possible."""
+        self.recorder = recorder or Recorder(device)
         self.method, self.optimizer, self.device, self.autocast = method, optimizer, device, autocast
         self.loss_sum = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
@@ -92,10 +135,9 @@ class TrainingStep:
         needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         if needed > SHARE * torch.cuda.get_device_properties(self.device).total_memory:
             return
-        graph, own_images, own_labels = torch.cuda.CUDAGraph(), images.clone(), labels.clone()
+        own_images, own_labels = images.clone(), labels.clone()
         try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph):
-                self._run(own_images, own_labels)
+            graph = self.recorder.record(lambda: self._run(own_images, own_labels), needed)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
             logger.info("Steps are not recorded as a CUDA graph (%s).", str(error).splitlines()[0])
