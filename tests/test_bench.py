@@ -14,7 +14,7 @@ import mambacl.bench
 from mambacl.bench import PARTS, SHAPES, measure
 from mambacl.bench.models import without_kernels
 from mambacl.bench.result import Result, shown, text
-from mambacl.bench.scan import _compare
+from mambacl.bench.scan import _compare, worthwhile
 from mambacl.bench.shapes import MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import CPU, CPU_QUICK, GPU, GPU_QUICK, Case, Sizes
 from mambacl.bench.timing import Clock, Timing, copy_speed
@@ -89,6 +89,7 @@ def test_ratios_of_the_other_parts(results: dict[str, Result]) -> None:
     for row in results["step"].rows:
         assert row["per_cent_slower"] == pytest.approx(100 * (row["projected_ms"] / row["sequential_ms"] - 1))
         assert row["images_a_second"] == pytest.approx(1e3 * row["batch"] / row["projected_ms"])
+        assert row["plain_/_sequential"] == pytest.approx(row["plain_ms"] / row["sequential_ms"])
     for row in results["projection"].rows:
         assert row["dense_loop_/_projection"] == pytest.approx(row["dense_loop_ms"] / row["projection_ms"])
         assert row["largest_difference"] < 1e-5
@@ -114,6 +115,14 @@ def test_without_kernels_takes_the_pytorch_scan(monkeypatch: pytest.MonkeyPatch)
     with without_kernels():
         assert chosen_backend(u, A) == "torch"
     assert chosen_backend(u, A) == before
+
+
+def test_plain_backends_are_not_waited_for_on_a_gpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    long, short = SHAPES["language"], SHAPES["vim-s"]
+    assert worthwhile("triton", long, "bfloat16", gpu) and worthwhile("torch", short, "float32", gpu)
+    assert not worthwhile("torch", long, "float32", gpu) and not worthwhile("reference", short, "bfloat16", gpu)
+    assert worthwhile("torch", long, "bfloat16", cpu)
 
 
 def test_recorded_figures_are_shown_on_that_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +168,7 @@ def test_default_sizes_are_consistent() -> None:
 
 def test_the_run_takes_cifar_where_it_is(tmp_path: Path) -> None:
     with_files = configuration(CPU, tmp_path, "cpu", tmp_path / "run")
-    assert with_files.name == "cifar100-10" and with_files.stream.root == str(tmp_path)
+    assert with_files.name == "cifar100-10-nano" and with_files.stream.root == str(tmp_path)
     assert with_files.stream.train_per_class == CPU.run["stream"]["train_per_class"]
     assert configuration(GPU, None, "cpu", tmp_path / "run").name == "demo"
 

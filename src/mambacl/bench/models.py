@@ -47,13 +47,13 @@ def setting(name: str) -> Setting:
     return setting_named(name).override(rank=f"fraction:{1 - PROTECTED}")
 
 
-def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool = False) -> Loop:
+def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool = False, fast: bool = True) -> Loop:
     """The product's own loop in its first task, without a stream or a folder: its steps can be taken by hand."""
     device = next(model.parameters()).device
     method: Method = METHODS.get(method_name)(model, Setup(setting))
     method.start_task(Task(0, CLASSES, 0, seed=0))
     nothing: Any = None
-    return Loop(method, nothing, Recipe(), nothing, Display("", 0, 0), {}, device, bf16)
+    return Loop(method, nothing, Recipe(), nothing, Display("", 0, 0), {}, device, bf16, fast=fast)
 
 
 def first_that_fits(case: Case, measure: Callable[[int], T]) -> T:
@@ -80,9 +80,9 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def products(name: str) -> Iterator[None]:
-    """tf32: products of float32 matrices in the tensor cores' own way; the others in full."""
+    """tf32 and bf16, as in a run: products of float32 matrices in the tensor cores' own way; float32: in full."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
     try:
         yield
     finally:

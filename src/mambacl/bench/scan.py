@@ -23,9 +23,11 @@ NOTES = (
     "over fastest: forward and backward together, against the fastest backend for that shape and type. All compute in "
     "float32; making it out of bfloat16 is part of the time.",
 )
+PLAIN_STEPS = 256  # a plain backend takes a GPU longer than one cares to wait for more
 GPU_NOTES = (
     "queued: the GPU never waited for Python. alone: forward and backward of a call that is waited for, launches "
     "included.",
+    f"The plain backends launch several kernels a step: they are timed in float32 and for up to {PLAIN_STEPS} steps.",
 )
 MAMBA_SSM_NOTE = (
     f"mamba-ssm / ours: recorded times of {MAMBA_SSM}, divided by ours; above 1, ours is faster. Its figures for vim-s "
@@ -56,7 +58,8 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
     backends = [name for name in available_backends() if name != "auto"]
     for name, shape in sizes.shapes.items():
         for dtype in sizes.inputs:
-            found = [_row(clock, name, shape, dtype, backend, speed, result) for backend in backends]
+            some = [backend for backend in backends if worthwhile(backend, shape, dtype, clock.device)]
+            found = [_row(clock, name, shape, dtype, backend, speed, result) for backend in some]
             rows = [row for row in found if row is not None]
             fastest = min((_total(row) for row in rows), default=1.0)
             for row in rows:
@@ -70,6 +73,11 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
     if any("mamba-ssm_/_ours_forward" in row for row in result.rows):
         result.notes.append(MAMBA_SSM_NOTE)
     return result
+
+
+def worthwhile(backend: str, shape: Shape, dtype: str, device: torch.device) -> bool:
+    """On a GPU, not the plain backends for many steps or again for another type."""
+    return device.type != "cuda" or backend == "triton" or (dtype == "float32" and shape.length <= PLAIN_STEPS)
 
 
 def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed: float, result: Result) -> Row | None:

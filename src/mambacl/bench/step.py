@@ -1,5 +1,6 @@
 """Part `step`: a training step of the product's own loop, in plain fine-tuning and projected."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mambacl.bench.models import CLASSES, build, first_that_fits, free_memory, images, make_loop, products, setting
+from mambacl.bench.models import (
+    CLASSES,
+    build,
+    first_that_fits,
+    free_memory,
+    images,
+    make_loop,
+    products,
+    setting,
+    without_kernels,
+)
 from mambacl.bench.nullspace import fill_with_random
 from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Case, Sizes
@@ -18,9 +29,11 @@ from mambacl.training.step import WARM_UP
 METHODS = {"sequential": "sequential", "projected": "mamba-cl"}
 IN_A_ROW = 5  # steps before anybody waits for the GPU, as in training
 PATIENCE = 4  # times the usual: the difference of two times is wanted
+PLAIN_STEPS = 3
 NOTES = (
     "Loss, backward and optimizer, images at hand; sequential: plain fine-tuning of the same parameters; projected: "
-    "Mamba-CL with the setting paper and a tenth of the directions protected. Steps of both in turn, in one run.",
+    "Mamba-CL with the setting paper and a tenth of the directions protected. Steps of both in turn, in one run. "
+    "plain: the sequential step in PyTorch operations only, the scan included; none where it does not fit into memory.",
 )
 GPU_NOTE = (
     "recorded: the loop replayed both as CUDA graphs. peak GB: of the GPU's memory in a step that is not, each method "
@@ -57,13 +70,22 @@ def _row(clock: Clock, case: Case, name: str, batch: int) -> Row:
     row["images_a_second"] = batch / seconds["projected"]
     if clock.device.type == "cuda":
         row["recorded"] = all(getattr(step.func, "_recorded", None) is not None for step in steps.values())
+    del steps
+    with products(name), without_kernels():
+        plain, peaks["plain"] = _plain(
+            clock, partial(_stepper, METHODS["sequential"], model, given, labels, name, False)
+        )
+    row["plain_ms"] = None if plain is None else 1e3 * plain
+    row["plain_/_sequential"] = None if plain is None else plain / seconds["sequential"]
     row |= {f"peak_GB_{key}": None if peak is None else peak / 1e9 for key, peak in peaks.items()}
     return row
 
 
-def _stepper(method: str, model: nn.Module, given: Tensor, labels: Tensor, name: str) -> partial[None]:
+def _stepper(
+    method: str, model: nn.Module, given: Tensor, labels: Tensor, name: str, fast: bool = True
+) -> partial[None]:
     """A step of the loop, the next at each call."""
-    loop = make_loop(method, model, setting("paper"), bf16=name == "bf16")
+    loop = make_loop(method, model, setting("paper"), bf16=name == "bf16", fast=fast)
     if method == METHODS["projected"]:
         fill_with_random(cast(Any, loop.method).space)
     loop._new_optimizer()
@@ -78,6 +100,18 @@ def _warm_up(clock: Clock, step: partial[None]) -> None:
         torch.cuda.reset_peak_memory_stats(clock.device)
     for _ in range(WARM_UP + 1):
         step()
+
+
+def _plain(clock: Clock, make: Callable[[], partial[None]]) -> tuple[float | None, int | None]:
+    """Seconds of a step, and bytes on the GPU; None where memory does not suffice."""
+    free_memory()
+    try:
+        peak = _peak(clock, make)
+        step = make()
+        step()
+        return statistics.median(clock.once(step) for _ in range(PLAIN_STEPS)), peak
+    except torch.cuda.OutOfMemoryError:
+        return None, None
 
 
 def _peak(clock: Clock, make: Callable[[], partial[None]]) -> int | None:
