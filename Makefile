@@ -1,6 +1,6 @@
 # make demo    the whole product on a small example, in about three minutes
 # make test    style, types and all tests
-# make test-gpu    the tests that need a GPU
+# make test-gpu    the tests that need a GPU, and those of all kernels for real
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -16,7 +16,7 @@ test: .venv/installed-dev
 	$(BIN)/pytest -n 2 --durations=15
 
 test-gpu: .venv/installed-dev
-	$(BIN)/pytest -m gpu --durations=15
+	$(BIN)/pytest -m "gpu or kernels" --durations=15
 
 .venv/bin/pip:
 	sh tools/make_venv.sh $(PYTHON) .venv

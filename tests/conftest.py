@@ -13,6 +13,8 @@ from torch import Tensor, nn
 if not torch.cuda.is_available():  # Triton's interpreter then runs the kernels; it must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kernels_help import kernels_run
+
 from mambacl.backbones import create_model
 
 torch.set_num_threads(1)  # pytest runs two processes on two cores
@@ -28,6 +30,14 @@ TINY = {
     "num_classes": 0,
     "mamba": {"intermediate_size": 64, "state_size": 8, "time_step_rank": 4, "group_norm_size": 16},
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not kernels_run():
+        reason = "there is neither a CUDA device nor Triton's interpreter"
+        for item in items:
+            if item.get_closest_marker("kernels"):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
