@@ -121,16 +121,18 @@ def test_a_state_taken_up_in_the_middle_of_a_task_goes_on_the_same(name: str) ->
         for _ in range(3):
             step(method, optimizer, task_data(1, 2, seed=1))  # type: ignore[arg-type]
         method.finish_task([task_data(1, 2, seed=1)])  # type: ignore[attr-defined]
-        return method.state_dict()  # type: ignore[attr-defined]
+        return {**method.state_dict(), **method.task_state_dict()}  # type: ignore[attr-defined]
 
     one = new_method(name)
     learn(one, range(1), steps=3)
     one.start_task(Task(1, 2, 2, seed=1))
     optimizer = optimizer_of(one)
     step(one, optimizer, task_data(1, 2, seed=1))
-    state = {key: tensor.clone() for key, tensor in one.state_dict().items()}
+    states = [{key: t.clone() for key, t in kept.items()} for kept in (one.state_dict(), one.task_state_dict())]
     other = new_method(name)
-    other.load_state_dict(state)
+    other.load_state_dict(states[0])
+    if states[1]:
+        other.load_task_state_dict(states[1])
     again = optimizer_of(other)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     expected, found = second_task(one, optimizer), second_task(other, again)
@@ -165,6 +167,10 @@ def test_a_run_from_the_command_line(name: str, tmp_path: Path, capsys: pytest.C
     assert yaml.safe_load((run / "config.yaml").read_text())["options"] == {"bottleneck": 4}
     audit = json.loads((run / "audit.json").read_text())
     assert mambacl.audit(run) == audit  # what comes back from the checkpoint is what was there
+    again = mambacl.evaluate(run)
+    assert again.counted == again.recorded
+    results = json.loads((run / "results.json").read_text())
+    assert ("prototypes" in results["seconds"]) == (name == "ease")
     assert main(["methods"]) == 0
     assert METHODS.get(name).summary in capsys.readouterr().out
 

@@ -33,9 +33,9 @@ def pictures(n: int, height: int, width: int, seed: int = 0) -> Tensor:
     return images
 
 
-def of_torchvision(image: Tensor, name: str, magnitude: float) -> Tensor:
+def of_torchvision(image: Tensor, name: str, magnitude: float, interpolation: str = "nearest") -> Tensor:
     """As torchvision's AutoAugment applies it."""
-    augment = v2.AutoAugment()
+    augment = v2.AutoAugment(interpolation=InterpolationMode(interpolation))
     return augment._apply_image_or_video_transform(image, name, magnitude, augment.interpolation, augment._fill)
 
 
@@ -61,6 +61,22 @@ def test_every_operation_at_every_magnitude(name: str, size: tuple[int, int]) ->
             assert most <= 1 and count <= (2 if VECTORS else found.numel() // 50 + 2)
         else:
             assert most == 0, f"{count} values differ by up to {most}"
+
+
+@pytest.mark.parametrize("size", [*SIZES, (224, 224)], ids=str)
+@pytest.mark.parametrize("name", MOVES)
+def test_every_move_between_pixels_at_every_magnitude(name: str, size: tuple[int, int]) -> None:
+    number = OPS.index(name)
+    magnitudes = np.array([sign * m for m in magnitude_table(*size)[number] for sign in (1, -1)])
+    images = pictures(len(magnitudes), *size, seed=number)
+    found = autoaugment(images, OPS, np.full((len(images), 1), number), magnitudes[:, None], bilinear=True)
+    pairs = zip(images, magnitudes, strict=True)
+    expected = torch.stack([of_torchvision(i, name, float(m), "bilinear") for i, m in pairs])
+    most, count = differing(found, expected)
+    assert most <= (0 if VECTORS else 1) and count <= (0 if VECTORS else found.numel() // 100 + 2)
+    if name in ("Rotate", "ShearX") and min(size) > 3:
+        nearest = autoaugment(images, OPS, np.full((len(images), 1), number), magnitudes[:, None])
+        assert differing(found, nearest)[1] > found.numel() // 10
 
 
 @pytest.mark.skipif(not VECTORS, reason="PyTorch rounds otherwise on this processor")
@@ -180,11 +196,14 @@ def test_evaluation(shape: tuple[int, int], options: dict[str, int], interpolati
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("between", ["nearest", "bilinear"])
 @pytest.mark.parametrize("augment", ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"])
 @pytest.mark.parametrize("shape", [(32, 32), (120, 161)], ids=str)
-def test_a_gpu_gives_the_same_values_without_waiting(shape: tuple[int, int], augment: str) -> None:
+def test_a_gpu_gives_the_same_values_without_waiting(shape: tuple[int, int], augment: str, between: str) -> None:
+    config = TransformConfig(augment=augment, augment_interpolation=between)  # type: ignore[arg-type]
+
     def made(device: str, check: Callable[[], None] = lambda: None) -> Tensor:
-        plain = Transforms(TransformConfig(augment=augment), 48, [0.4, 0.5, 0.6], [0.2, 0.3, 0.1])  # type: ignore[arg-type]
+        plain = Transforms(config, 48, [0.4, 0.5, 0.6], [0.2, 0.3, 0.1])
         transforms = BatchedTransforms(plain, torch.device(device))
         images = pictures(500, *shape).to(device)
         draws = transforms.draw(np.random.default_rng(0), np.tile([shape], (500, 1)))

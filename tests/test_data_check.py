@@ -37,6 +37,7 @@ def test_what_is_missing_damaged_or_empty(tmp_path: Path, capsys: pytest.Capture
     for kind in ("missing", "empty", "truncated", "unreadable"):
         assert f"PROBLEM: 1 file is {kind}" in printed
     assert "To do: mend or remove them" in printed and "not whole" in printed
+    assert "To do: put them back" in printed and printed.count("--skip-bad") == 4  # each remedy once
     content = json.loads(report.read_text(encoding="utf-8"))
     assert not content["whole"] and len(content["findings"]) == 4
 

@@ -4,8 +4,10 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO
@@ -157,6 +159,60 @@ def test_a_disk_that_fills(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert {name: contents(root)[name] for name in written} == written
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_device_that_is_full(store: Path, tmp_path: Path) -> None:
+    """The system's own error, in the middle of the third class."""
+    root = tmp_path / "root"
+    (root / "imagenet-r" / "n02").mkdir(parents=True)
+    (root / "imagenet-r" / "n02" / PART).symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"The disk is full at .*n02"):
+        prepare("imagenet-r", root, [store], store)
+    assert not list(root.rglob(PART)) and len(list(root.rglob("*.jpg"))) == 8
+    assert len(prepare("imagenet-r", root, [store], store).train.labels) == 9
+
+
+@contextmanager
+def as_anybody() -> Iterator[None]:
+    """Without the rights of an administrator, whom no permission stops."""
+    administrator = os.geteuid() == 0
+    if administrator:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if administrator:
+            os.seteuid(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions are otherwise here")
+def test_a_root_without_permission_to_write(store: Path, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:  # the tests' own folder is closed to others
+        os.chmod(place, 0o755)
+        root, sources = Path(place) / "root", Path(place) / "store"
+        shutil.copytree(store, sources)
+        root.mkdir()
+        root.chmod(0o555)
+        for folder in (root, root / "deeper"):
+            with (
+                as_anybody(),
+                pytest.raises(UserError, match=r"may not be written \(Permission denied\): choose a root"),
+            ):
+                prepare("imagenet-r", folder, [sources], sources)
+        assert not list(root.iterdir())
+        prepare("imagenet-r", Path(place) / "other", [sources], sources)
+        for folder in [path for path in (Path(place) / "other").rglob("*") if path.is_dir()]:
+            folder.chmod(0o555)
+        with as_anybody():  # what is whole needs no writing
+            assert len(prepare("imagenet-r", Path(place) / "other", lists=sources).train.labels) == 9
+        for folder in [path for path in (Path(place) / "other").rglob("*") if path.is_dir()]:
+            folder.chmod(0o755)
+
+
+def test_a_root_without_a_name(store: Path) -> None:
+    with pytest.raises(UserError, match="empty name"):
+        prepare("imagenet-r", "", [store], store)
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_root_that_may_not_be_written(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -248,6 +304,17 @@ def test_downloads_are_continued(server: Server, tmp_path: Path) -> None:
     count = len(server.asked)
     prepare("imagenet-r", root)
     assert len(server.asked) == count  # nothing is fetched twice
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_device_that_is_full_while_downloading(server: Server, tmp_path: Path) -> None:
+    downloads = tmp_path / "root" / "downloads"
+    downloads.mkdir(parents=True)
+    (downloads / "imagenet-r.tar.part").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="The disk is full at"):
+        prepare("imagenet-r", tmp_path / "root", lists=server.store)
+    (downloads / "imagenet-r.tar.part").unlink()
+    assert len(prepare("imagenet-r", tmp_path / "root").test.labels) == 3
 
 
 def test_a_download_that_was_whole_already(server: Server, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The public data sets and users' own: counts, classes and layouts."""
 
 import gzip
+import json
+import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from data_help import LISTS, MEAN, SHARED, STD, make_tree, needs_lists, picture, write_images
+from PIL import UnidentifiedImageError
 
+from mambacl.cli import main
 from mambacl.datasets import DATASETS, SOURCES, DataSet, FileImages, from_huggingface, open_dataset
 from mambacl.datasets import huggingface as huggingface_module
 from mambacl.datasets import manifest as manifest_module
@@ -71,6 +76,38 @@ def test_a_small_tree_made_from_the_real_list(tmp_path: Path, name: str, folder:
     assert sum(len(part) for _, part in stream.test_batches(task, 10)) == stream.test_counts()[task]
 
 
+@needs_lists
+@pytest.mark.parametrize(("name", "folder"), [("imagenet-r", "imagenet-r"), ("domainnet-s200", "")])
+def test_a_whole_tree_made_from_the_real_list(
+    tmp_path: Path, name: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prepared from the lists alone, checked, and counted task by task against what the lists say."""
+    paths: dict[str, list[str]] = {}
+    for split, wanted in zip(("train", "test"), SOURCES[name].lists, strict=True):
+        lines = (LISTS / wanted.name).read_text().splitlines()
+        paths[split] = [line.rpartition(" ")[0] if name != "imagenet-r" else line for line in lines]
+    links = 20_000  # names of one file that every file system allows
+    for number, path in enumerate([*paths["train"], *paths["test"]]):
+        if number % links == 0:
+            whole = tmp_path / f"{number}.png"
+            picture(number).save(whole)
+        place = tmp_path / "root" / folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.link(whole, place)
+    words = ["--root", str(tmp_path / "root")]
+    assert main(["data", "prepare", name, *words, "--lists", str(LISTS)]) == 0
+    report = tmp_path / "report.json"
+    options = ["--tasks", "20", "--order", "mamba-cl", "--json", str(report)]
+    assert main(["data", "check", name, *words, *options]) == 0
+    assert "All images can be read." in capsys.readouterr().out
+    said = json.loads(report.read_text())
+    for split in ("train", "test"):
+        counted = Counter(path.split("/")[-2] for path in paths[split])
+        assert dict(zip(said["class_names"], said[split], strict=True)) == dict(counted)
+    assert [len(task) for task in said["tasks"]] == [10] * 20
+    assert said["tasks"][0] == np.random.Generator(np.random.PCG64(2024)).permutation(200)[:10].tolist()
+
+
 def test_a_missing_or_changed_list_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data prepare imagenet-r"):
         open_dataset("imagenet-r", tmp_path)
@@ -99,7 +136,7 @@ def test_every_source_is_a_data_set_and_says_what_it_is() -> None:
     for source in SOURCES.values():
         for download in (*source.downloads, *source.lists):
             kind, _, digits = download.checksum.partition(":")
-            assert len(digits) == {"sha256": 64, "md5": 32}[kind] and download.url.startswith("http")
+            assert kind == "sha256" and len(digits) == 64 and download.url.startswith("http")
 
 
 # Tiny-ImageNet and Fashion-MNIST
@@ -201,7 +238,7 @@ def test_a_manifest(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         (("ant,test,b", "ant,valid,b"), "line 4: the split is 'valid'"),
-        (("ant,test,b", "ant,test,a"), "line 4: the class 'ant' is in the tasks 'b' and 'a'"),
+        (("ant,train,b", "ant,train,b\n0.png,ant,train,a\n1.png,ant,train,"), "line 4: the class 'ant' is in several"),
         (("bee,test,a", ",test,a"), "line 5: the label is empty"),
         (("path,label", "file,label"), "no column 'path'"),
         (("bee,test,a", "ant,test,b"), "'bee' of manifest has no test images"),
@@ -238,6 +275,50 @@ def test_a_parquet_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     table = SimpleNamespace(column_names=list(rows[0]), to_pylist=lambda: rows)
     monkeypatch.setattr(manifest_module, "import_module", lambda name: SimpleNamespace(read_table=lambda path: table))
     assert open_dataset("manifest", file).train.labels.tolist() == [0, 1]
+
+
+def test_numbers_in_a_manifest_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gaps made floats of them."""
+    rows = [
+        {"path": "x.png", "label": float(c), "split": split, "task": {2: 10.0, 9: 9.0, 10: float("nan")}[c]}
+        for c in (10, 9, 2)
+        for split in ("train", "test")
+    ]
+    rows[0]["task"] = 1.0
+    table = SimpleNamespace(column_names=list(rows[0]), to_pylist=lambda: rows)
+    monkeypatch.setattr(manifest_module, "import_module", lambda name: SimpleNamespace(read_table=lambda path: table))
+    (tmp_path / "list.parquet").write_bytes(b"")
+    dataset = open_dataset("manifest", tmp_path / "list.parquet")
+    assert dataset.class_names == ["2", "9", "10"] and dataset.tasks == [[2], [1], [0]]
+    assert manifest_module.in_order({"10", "-1", "2.5", "1e1"}) == ["-1", "2.5", "10", "1e1"]
+    assert manifest_module.in_order({"10", "nan", "9"}) == ["10", "9", "nan"]
+
+
+def test_a_parquet_manifest_of_pyarrow(tmp_path: Path) -> None:
+    """With the library itself."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    make_tree(tmp_path)
+    rows = [
+        {"path": f"{split}/{name}/{i}.png", "label": name, "split": split, "task": task}
+        for split in ("train", "test")
+        for name, task in (("ant", 10.0), ("bee", 2.0))
+        for i in range(2)
+    ]
+    file = tmp_path / "list.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows), file)
+    dataset = open_dataset("manifest", file)
+    assert dataset.class_names == ["ant", "bee"] and dataset.tasks == [[1], [0]]
+    dataset.check()
+    table = arrow.Table.from_pylist([{**row, "label": ["ant", "bee"].index(row["label"])} for row in rows])
+    parquet.write_table(table.drop_columns(["task"]), file)
+    assert open_dataset("manifest", file).class_names == ["0", "1"]
+    parquet.write_table(table.drop_columns(["split"]), file)
+    with pytest.raises(UserError, match="no column 'split'"):
+        open_dataset("manifest", file)
+    for content in (b"", b"words", file.read_bytes()[:-20]):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"list\.parquet cannot be read as Parquet"):
+            open_dataset("manifest", file)
 
 
 # Hugging Face
@@ -283,3 +364,62 @@ def test_a_saved_data_set_of_hugging_face(tmp_path: Path, monkeypatch: pytest.Mo
     library = SimpleNamespace(load_from_disk=lambda path: splits)
     monkeypatch.setattr(huggingface_module, "import_module", lambda name: library)
     assert open_dataset("huggingface", tmp_path).class_names == ["a", "b"]
+
+
+def test_what_is_no_data_set_of_hugging_face() -> None:
+    rows = Rows(["cat", None, "dog"], None)
+    with pytest.raises(UserError, match="label None, which is no class"):
+        from_huggingface({"train": rows, "test": rows})
+    with pytest.raises(UserError, match="this is one split"):
+        from_huggingface(rows)  # type: ignore[arg-type]
+    stream = SimpleNamespace(features=rows.features)
+    with pytest.raises(UserError, match="without streaming"):
+        from_huggingface({"train": stream, "test": stream})
+
+
+def test_rows_without_an_image_are_named_and_left_out_if_asked() -> None:
+    class Bad(Rows):
+        def __getitem__(self, key: Any) -> Any:
+            if key == 1:
+                raise UnidentifiedImageError("cannot identify image file <_io.BytesIO object at 0x7fa1>")
+            return {"image": None, "label": 0} if key == 3 else super().__getitem__(key)
+
+    splits = {"train": Bad([0, 0, 1, 0, 1], ["a", "b"]), "test": Rows([0, 1], ["a", "b"])}
+    whole = from_huggingface(splits)
+    with pytest.raises(UserError, match=r"^Row 1 holds no readable image \(no image format that is known\): remove"):
+        whole.check()
+    dataset = whole.without_bad()
+    assert dataset.train.labels.tolist() == [0, 1, 1] and len(dataset.skipped) == 2
+    assert dataset.skipped[0] == "train: row 1 holds no readable image (no image format that is known)"
+    dataset.check()
+
+
+def test_a_data_set_of_the_library_itself(tmp_path: Path) -> None:
+    library = pytest.importorskip("datasets")
+    names = ["cat", "dog"]
+    features = library.Features({"image": library.Image(), "label": library.ClassLabel(names=names)})
+
+    def rows(count: int, start: int) -> Any:
+        images = [picture(start + i, (9, 7)) for i in range(count)]
+        return library.Dataset.from_dict({"image": images, "label": [i % 2 for i in range(count)]}, features=features)
+
+    splits = library.DatasetDict({"train": rows(6, 0), "test": rows(4, 50)})
+    splits.save_to_disk(str(tmp_path / "saved"))
+    for dataset in (from_huggingface(splits), open_dataset("huggingface", tmp_path / "saved")):
+        assert dataset.class_names == names and dataset.train.labels.tolist() == [0, 1, 0, 1, 0, 1]
+        assert dataset.train.image(3).permute(1, 2, 0).tolist() == np.asarray(picture(3, (9, 7))).tolist()
+        dataset.check()
+    again = open_dataset("huggingface", tmp_path / "saved")
+    assert again.fingerprint() == open_dataset("huggingface", tmp_path / "saved").fingerprint()
+    (tmp_path / "empty").mkdir()
+    splits["train"].save_to_disk(str(tmp_path / "one"))
+    for folder, sentence in (("empty", "nothing that `save_to_disk` wrote"), ("one", "this is one split")):
+        with pytest.raises(UserError, match=sentence):
+            open_dataset("huggingface", tmp_path / folder)
+    streams = library.IterableDatasetDict({key: part.to_iterable_dataset() for key, part in splits.items()})
+    with pytest.raises(UserError, match="without streaming"):
+        from_huggingface(streams)
+    bad = library.Dataset.from_dict({"image": [{"bytes": b"words", "path": None}], "label": [0]}, features=features)
+    mixed = {"train": library.concatenate_datasets([splits["train"], bad]), "test": splits["test"]}
+    found = from_huggingface(mixed).without_bad()
+    assert found.skipped == ("train: row 6 holds no readable image (no image format that is known)",)

@@ -8,7 +8,15 @@ from adapter_methods_help import learn, new_method, small, task_data
 from torch import nn
 
 from mambacl.classifiers import CosineHead
-from mambacl.classifiers.subspaces import class_sums, completed, ensemble, mapped, similarities, weights_of_subspaces
+from mambacl.classifiers.subspaces import (
+    class_sums,
+    completed,
+    completed_by_later,
+    ensemble,
+    mapped,
+    similarities,
+    weights_of_subspaces,
+)
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
 
@@ -40,6 +48,18 @@ def test_only_old_classes_in_the_new_subspace_are_filled_in() -> None:
     torch.testing.assert_close(filled[:1, 2], mapped(prototypes[:1, 0], new[:, 0], new[:, 2]))  # by subspace 0
     torch.testing.assert_close(filled[1:3, 2], mapped(prototypes[1:3, 1], new[:, 1], new[:, 2]))  # by subspace 1
     assert torch.equal(completed(prototypes[:2, :1], [2]), prototypes[:2, :1])  # the first task has nothing to fill in
+
+
+def test_old_classes_can_be_mapped_anew_by_all_that_came_later() -> None:
+    prototypes = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))  # tasks of 1, 2 and 2 classes
+    filled = completed_by_later(prototypes, [1, 2, 2])
+    seen = [(slice(0, 1), 0, 1, slice(1, 5)), (slice(0, 1), 0, 2, slice(3, 5)), (slice(1, 3), 1, 2, slice(3, 5))]
+    expected = prototypes.clone()
+    for classes, own, space, later in seen:
+        expected[classes, space] = mapped(prototypes[classes, own], prototypes[later, own], prototypes[later, space])
+    torch.testing.assert_close(filled, expected)
+    both = (completed(prototypes[:3, :2], [1, 2]), completed_by_later(prototypes[:3, :2], [1, 2]))
+    assert torch.equal(*both)  # of two tasks there is nothing later
 
 
 def test_weights_of_subspaces() -> None:
@@ -98,9 +118,9 @@ def test_prototypes_do_not_depend_on_the_batches() -> None:
 def test_old_subspaces_and_prototypes_stay_bit_for_bit() -> None:
     method = new_method("ease")
     learn(method, range(1), steps=4)
-    before = {key: tensor.clone() for key, tensor in method.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in method.task_state_dict().items()}
     learn(method, range(1, 3), steps=4)
-    after = method.state_dict()
+    after = method.task_state_dict()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items() if key != "prototypes")
     assert torch.equal(after["prototypes"][:2, :1], before["prototypes"])
 
@@ -122,7 +142,29 @@ def test_predictions_are_the_reweighted_cosines() -> None:
         torch.testing.assert_close(method.predict(images), expected)
         mean = new_method("ease", alpha=0.3, others="mean")
         mean.load_state_dict(method.state_dict())
+        mean.load_task_state_dict(method.task_state_dict())
         torch.testing.assert_close(mean.predict(images), expected)  # two tasks: one other subspace
+
+
+def test_what_is_kept_each_epoch_does_not_grow_with_the_tasks() -> None:
+    method = new_method("ease")
+    learn(method, range(3), steps=1)
+    assert list(method.state_dict()) == ["finished"]
+    method.start_task(Task(3, 2, 6, seed=3))
+    assert {key.split(".")[1] for key in method.state_dict() if key != "finished"} == {"3"}
+    assert {key.split(".")[1] for key in method.task_state_dict() if key != "prototypes"} == {"0", "1", "2"}
+
+
+def test_prototypes_mapped_by_later_classes_change_with_each_task() -> None:
+    kept = {}
+    for mapped_by in ("new", "later"):
+        method = new_method("ease", mapped_by=mapped_by)
+        learn(method, range(2), steps=2)
+        before = method.prototypes.clone()
+        learn(method, range(2, 3), steps=2)
+        assert torch.equal(method.prototypes[2:4, 1], before[2:4, 1])  # in their own subspace
+        kept[mapped_by] = torch.equal(method.prototypes[:2, 1], before[:2, 1])
+    assert kept == {"new": True, "later": False}
 
 
 def test_known_classes_have_the_backbones_subspace() -> None:
@@ -155,6 +197,6 @@ def test_logits_are_in_full_precision_under_autocast() -> None:
 
 
 def test_wrong_options() -> None:
-    for wrong in ({"alpha": -0.1}, {"others": "max"}, {"cosine_scale": 0.0}):
+    for wrong in ({"alpha": -0.1}, {"others": "max"}, {"mapped_by": "old"}, {"cosine_scale": 0.0}):
         with pytest.raises(UserError, match=rf"options\.{next(iter(wrong))}"):
             new_method("ease", **wrong)

@@ -120,7 +120,7 @@ def test_designs_share_their_runs(tmp_path: Path) -> None:
     ("design", "key", "preset"),
     [
         ("main", "imagenet-r-20-mamba-cl-0", "imagenet-r-20"),
-        ("main", "cifar100-10-mamba-cl-0", "cifar100-10-large"),
+        ("main", "cifar100-10-mamba-cl-0", "cifar100-10"),
         ("variants", "imagenet-r-10-mamba-cl-vim_base-0", "imagenet-r-10-vim"),
         ("variants", "imagenet-r-10-mamba-cl-vmamba_base_s2l15-0", "imagenet-r-10-vmamba"),
         ("pretraining", "imagenet-r-10-mamba-cl-ImageNet-1k-0", "imagenet-r-10-1k"),
@@ -195,12 +195,24 @@ def test_a_table_interrupted_and_continued(
     ours = {cell["method"] for cell in cells if cell["benchmark"] == "fashion-mnist-small-5" and cell["ours"]}
     assert ours == {"Mamba-fixed", "SeqAdapter-Mamba", "EASE-Mamba", "Mamba-CL"}
 
+    said = "scale nano: fashion-mnist-small at 16 pixels in 5 tasks stands for all data sets, passes: 1"
+    assert said in captured.out and said in page.read_text(encoding="utf-8")
+
+    assert main(["paper", "svd", *TINY, "--out", str(tmp_path)]) == 0  # nothing is left to train
+    captured = capsys.readouterr()
+    assert "Runs: 1, of which 1 are finished." in captured.err and "8.7 (2.3%)" in captured.out
+    assert "minutes of a small model, not to be compared with the paper's" in captured.out
+    assert main(["paper", "main", *TINY, "--out", str(tmp_path), "--only", "mamba-cl"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("not in mambacl") == 22 + 1 and "89.60 ± 0.27" in captured.out
+
     trained.clear()
     assert main(["paper", "eta", *TINY, "--out", str(tmp_path), "--only", "eta-0.85,mamba-cl-0"]) == 0
     captured = capsys.readouterr()
     assert "Runs: 2, of which 1 are finished." in captured.err and "0.85" in captured.out
-    picture = tmp_path / "nano" / "paper-eta.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture, html = (tmp_path / "nano" / f"paper-eta.{suffix}" for suffix in ("png", "html"))
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(html) in captured.err
+    assert "data:image/png;base64," in html.read_text() and "not printed in its text" in html.read_text()
     points = list(csv.DictReader((tmp_path / "nano" / "paper-eta.csv").open()))
     assert [(p["x"], p["metric"]) for p in points if p["source"] == "ours"] == [
         ("0.95", "accuracy"), ("0.95", "forgetting"), ("0.85", "accuracy"), ("0.85", "forgetting"),
@@ -220,10 +232,12 @@ def test_the_losses_of_old_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     points = list(csv.DictReader((tmp_path / "nano" / "paper-loss-curve.csv").open()))
     assert [p["series"] for p in points[:3]] == ["Mamba-Seq, task 1", "Mamba-Seq, task 1", "Mamba-Seq, task 2"]
     assert len(points) == 9 and (tmp_path / "nano" / "paper-loss-curve.png").is_file()
-    from mambacl.training import run
-
-    assert run.Loop is Loop
-    capsys.readouterr()
+    assert "scale nano" in (tmp_path / "nano" / "paper-loss-curve.html").read_text(encoding="utf-8")
+    assert "losses are not there" not in capsys.readouterr().out
+    events = tmp_path / "nano" / RUN.format("sequential-losses") / "metrics.jsonl"
+    events.write_text("".join(line for line in events.open() if '"task": 4' not in line))
+    assert main(["paper", "loss-curve", *TINY, "--out", str(tmp_path), "--only", "sequential"]) == 0
+    assert "losses are not there after every task" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -273,6 +287,19 @@ def test_missing_presets_and_data_are_named(
         assert main(["paper", "svd"]) == 2
         assert "--root DIR, with DIR/imagenet-r (`mambacl data prepare` makes them)" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
+
+
+def test_the_data_of_the_last_benchmark_are_looked_for_before_the_first_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(name: str, root: str | None) -> None:
+        if name == "domainnet-s200":
+            raise UserError(f"There is no {root}.")
+
+    monkeypatch.setattr(runner, "open_dataset", opened)
+    monkeypatch.setattr(runner, "train", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(UserError, match="domainnet-s200"):
+        runner.carry_out(runner.jobs(planned("main", "paper"), tmp_path / "out", tmp_path))
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

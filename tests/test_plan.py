@@ -81,6 +81,16 @@ def test_the_command(capsys):
     assert "s a task on cpu" in text and "on disk, float64" in text
 
 
+def test_a_preset_is_planned_as_it_is(capsys, caplog):
+    caplog.set_level("INFO", logger="mambacl")
+    assert main(["plan", "demo", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "defocus_mamba_nano at 20 px: 6 selective SSMs, D 384, L 26" in text and "s for 5" in text
+    assert main(["plan", "cifar100-10-scratch", "--setting", "public-code", "--no-calibration"]) == 0
+    assert "defocus_mamba_tiny at 192 px" in capsys.readouterr().out
+    assert "25 parts" in caplog.text and "smoothed-corner" in caplog.text
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

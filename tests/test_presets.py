@@ -30,9 +30,8 @@ from mambacl.streams.transforms import TransformConfig, Transforms
 from mambacl.training.recipe import RECIPES
 
 DOCS = Path(__file__).parents[1] / "docs" / "presets.md"
-OLDER = ("cifar100-10", "demo", "images")
-"""whose first lines are in another form; `test_config.py` has what all must say"""
-NEWER = [name for name in preset_names() if name not in OLDER]
+RELEASED_FIRST = ("cifar100-10-nano",)
+"""whose own way is the released code's, and whose second command is the paper's"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ WANTED = {
     "imagenet-r-20": Wanted("imagenet-r", 20, "main", minutes=433),
     "imagenet-r-50": Wanted("imagenet-r", 50, "long-sequence"),
     "imagenet-r-100": Wanted("imagenet-r", 100, "long-sequence"),
-    "cifar100-10-large": Wanted("cifar100", 10, "main", minutes=755),
+    "cifar100-10": Wanted("cifar100", 10, "main", minutes=755),
     "cifar100-50": Wanted("cifar100", 50, "long-sequence"),
     "domainnet-s200-10": Wanted("domainnet-s200", 10, "main", minutes=751),
     "domainnet-s200-50": Wanted("domainnet-s200", 50, "long-sequence"),
@@ -79,23 +78,25 @@ def head(name: str) -> list[str]:
 
 def typed(command: str) -> RunConfig:
     """What a command resolves to."""
-    program, word, preset, *options = shlex.split(command)
+    program, word, preset, *options = shlex.split(command.replace(" --compare sequential", ""))
     assert (program, word) == ("mambacl", "train")
     return resolve(preset, build_parser().parse_args(options, defaults=False).as_dict())
 
 
 @functools.cache
 def both(name: str) -> tuple[RunConfig, RunConfig]:
-    """By the two commands that a preset's file opens with."""
-    first, second = head(name)[:2]
-    return typed(first), typed(second)
+    """The paper's way and the released code's, by the two commands that a preset's file opens with."""
+    first, second = map(typed, head(name)[:2])
+    return (second, first) if name in RELEASED_FIRST else (first, second)
 
 
-@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("name", preset_names())
 def test_the_first_lines_are_two_commands_the_machine_the_time_and_the_accuracy(name: str) -> None:
     first, second, title, differ, machine, time, expect, *rest = head(name)
-    assert re.fullmatch(rf"mambacl train {name}( --stream\.root FOLDER)?", first)
-    assert second.startswith(f"{first} --setting public-code --recipe public-code")
+    assert re.fullmatch(rf"mambacl train {name}( --stream\.root FOLDER)?( --stream\.tasks 5| --compare \w+)?", first)
+    other = "paper" if name in RELEASED_FIRST else "public-code"
+    plain = first.removesuffix(" --compare sequential")
+    assert second.startswith(f"{plain} --setting {other} --recipe {other}")
     assert title.endswith(".") and "docs/settings.md" in differ
     assert machine.startswith("Machine: ") and time.startswith("Time: ") and expect.startswith("Expect ")
     assert "minutes" in time and all(line.endswith(".") for line in (machine, time, expect))
@@ -105,7 +106,7 @@ def test_the_first_lines_are_two_commands_the_machine_the_time_and_the_accuracy(
     assert all(len(line) <= 118 for line in (title, differ, machine, time, expect, *rest))
 
 
-@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("name", preset_names())
 def test_both_commands_resolve_and_differ_only_by_setting_and_recipe(name: str) -> None:
     paper, public = both(name)
     assert (paper.setting, paper.recipe) == ("paper", "paper")
@@ -144,6 +145,7 @@ def test_the_numbers_are_those_of_the_paper_and_its_code(name: str, recipe: str)
 def test_the_transforms_are_those_of_the_data_set(name: str) -> None:
     wanted, transforms = WANTED[name], both(name)[0].stream.transforms
     assert transforms.image_size == wanted.size and transforms.covariance == "evaluation"
+    assert transforms.augment_interpolation == "bilinear"
     assert transforms.mean == [0.485, 0.456, 0.406] and transforms.std == [0.229, 0.224, 0.225]
     if wanted.dataset == "cifar100":
         said = (transforms.resize, transforms.interpolation, transforms.augment)
@@ -168,7 +170,7 @@ def test_a_run_states_its_transforms_and_uses_them() -> None:
     normal = (resized[:, 16:208, 16:208] / 255 - mean) / std
     torch.testing.assert_close(made.normalize(made.evaluate(image)[None])[0], normal)
     assert made.train(image, 1).shape == (3, 192, 192) and not torch.equal(made.train(image, 1), made.train(image, 2))
-    cifar = Transforms(both("cifar100-10-large")[0].stream.transforms, 32, [0.5] * 3, [0.5] * 3)
+    cifar = Transforms(both("cifar100-10")[0].stream.transforms, 32, [0.5] * 3, [0.5] * 3)
     resized = TF.resize(image[:, :32, :32], [192, 192], interpolation=InterpolationMode.BICUBIC, antialias=True)
     assert torch.equal(cifar.evaluate(image[:, :32, :32]), resized)
 
@@ -176,7 +178,7 @@ def test_a_run_states_its_transforms_and_uses_them() -> None:
 def test_the_covariances_see_images_as_in_evaluation() -> None:
     assert TransformConfig().covariance == "evaluation"
     with pytest.raises(UserError, match=r"stream\.transforms\.covariance takes"):
-        resolve("demo", {"stream.transforms.covariance": "training"})
+        resolve("demo", {"stream.transforms.covariance": "test"})
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -233,8 +235,7 @@ def plan(config: RunConfig) -> Plan:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_has_its_data_set_and_can_be_planned(name: str) -> None:
-    configs = [resolve(name, {})] if name in OLDER else list(both(name))
-    for config in configs:
+    for config in both(name):
         assert config.stream.dataset in DATASETS.names()
         made = plan(config)
         assert made.blocks > 0 and made.covariance_bytes > 0
@@ -251,7 +252,7 @@ def test_the_documentation_lists_every_preset_as_it_is() -> None:
     listed = {row[0].strip("`"): row[1:] for row in rows if row[0].strip("`") in preset_names()}
     assert sorted(listed) == preset_names()
     for name, (dataset, tasks, backbone, size, eta, *_) in listed.items():
-        config = resolve(name, {}) if name in OLDER else both(name)[0]
+        config = resolve(name, {})
         said = (dataset.strip("`"), tasks, backbone.strip("`"), size, float(eta))
         pixels = config.stream.transforms.image_size or 32
         stream = config.stream
@@ -268,15 +269,8 @@ def test_the_commands_of_the_documentation_do_what_it_says() -> None:
     assert typed(commands[-1]) == both("imagenet-r-10")[1]
 
 
-@pytest.mark.parametrize("name", OLDER)
-@pytest.mark.parametrize("way", ["paper", "public-code"])
-def test_the_older_ones_run_in_both_ways_too(name: str, way: str) -> None:
-    config = resolve(name, {"setting": way, "recipe": way})
-    assert config.nullspace == SETTINGS[way] and config.training == RECIPES[way]
-
-
-def test_the_older_run_on_cifar_is_as_it_was() -> None:
-    config = resolve("cifar100-10", {})
+def test_the_small_run_on_cifar_is_the_released_codes_in_ten_passes() -> None:
+    config = resolve("cifar100-10-nano", {})
     assert (config.backbone, config.stream.transforms.image_size) == ("defocus_mamba_nano", 32)
     assert (config.setting, config.recipe, config.training.passes) == ("public-code", "public-code", 10)
 

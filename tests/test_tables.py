@@ -26,20 +26,20 @@ SEEDS = {0: 80, 1: 82, 2: 84}  # right images of each 100 on every task; 90 when
 def make_run(
     folder: Path, *, seed: int = 0, end: int = 80, method: str = "mamba-cl", backbone: str = LARGE, tasks: int = 10,
     classes: int = 100, dataset: str = "cifar100", status: str = "finished", stream: dict[str, Any] | None = None,
-    **config: Any,
+    results: dict[str, Any] | None = None, **config: Any,
 ) -> RunRecord:  # fmt: skip
     """Each task has 90 per cent right when it is learned and `end` after the last task."""
     folder.mkdir(parents=True)
     correct = [[90] * (t + 1) for t in range(tasks)]
     correct[-1] = [end] * tasks
     total, size = [100] * tasks, classes // tasks
-    results = {
+    whole = {
         "schema": 1, "status": status, "benchmark": "anything", "method": method, "backbone": backbone, "seed": seed,
         "class_names": [], "class_order": list(range(classes)), "correct": correct, "total": total,
         "tasks": [list(range(size * t, size * (t + 1))) for t in range(tasks)],
         "metrics": all_metrics(correct, total), "seconds": {"train": 3000.0, "decomposition": 600.0},
     }  # fmt: skip
-    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "results.json").write_text(json.dumps(whole | (results or {})))
     settings = {"method": method, "seed": seed, "setting": "paper", "recipe": "paper", "pretrained": True}
     settings |= {"stream": {"dataset": dataset, "tasks": tasks, "order_seed": seed} | (stream or {})} | config
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -133,6 +133,8 @@ def test_runs_that_differ_by_more_than_the_seed_stay_apart(tmp_path: Path) -> No
         ({"classes": 50}, "cifar100-10, 50 classes"),
         ({"stream": {"train_per_class": 8}}, "cifar100-10, 8 images a class"),
         ({"stream": {"validation": 0.1}}, "cifar100-10, on held-back training images"),
+        ({"results": {"scenario": "task"}}, "cifar100-10, task-incremental"),
+        ({"results": {"skipped": {"images": ["a", "b"]}}}, "cifar100-10, without 2 unreadable images"),
         ({"dataset": "folders"}, "anything"),
     ],
 )
@@ -202,6 +204,51 @@ def test_minutes(tmp_path: Path) -> None:
     key = ("imagenet-r-10", "minutes")
     assert total.ours[key].mean == 60 and svd.ours[key].mean == 10
     assert svd.difference(key) == pytest.approx(1.3)
+
+
+def test_the_share_of_a_part_and_the_increase(tmp_path: Path) -> None:
+    """600 of 3600 seconds are the decomposition's; the increase is that over the baseline, benchmark by benchmark."""
+    runs = [make_run(tmp_path / "cl", dataset="imagenet-r", classes=200)]
+    assert "10.0 (16.7%)" in to_text(laid_out(compare_with_paper("svd", runs)))
+    assert line("runtime", runs, "Increase").state == "the paper's alone"
+    runs.append(make_run(tmp_path / "seq", dataset="imagenet-r", classes=200, method="sequential"))
+    runs[1].results["seconds"]["train"] = 2400.0
+    increase = line("runtime", runs, "Increase")
+    assert increase.ours["imagenet-r-10", "minutes"].mean == pytest.approx(10) and ("average", "minutes") not in (
+        increase.ours
+    )
+    assert increase.shares["imagenet-r-10", "minutes"] == pytest.approx(0.2)
+    assert increase.state == "from the rows above"
+    assert "10.0 (20.0%)" in to_text(laid_out(compare_with_paper("runtime", runs)))
+
+
+def test_the_average_over_all_benchmarks(tmp_path: Path) -> None:
+    kinds = [("imagenet-r", 10, 200), ("imagenet-r", 20, 200), ("cifar100", 10, 100), ("domainnet-s200", 10, 200)]
+    runs = [make_run(tmp_path / f"{d}{t}", dataset=d, tasks=t, classes=c) for d, t, c in kinds]
+    assert line("runtime", runs[:3], "Mamba-CL").ours.keys().isdisjoint({("average", "minutes")})
+    assert line("runtime", runs, "Mamba-CL").ours["average", "minutes"].mean == pytest.approx(60)
+
+
+def test_resources_are_measured(tmp_path: Path) -> None:
+    small = {"backbone": "defocus_mamba_nano", "dataset": "imagenet-r", "classes": 200, "tasks": 10}
+    runs = [make_run(tmp_path / m, method=m, **small) for m in ("mamba-cl", "ease")]
+    for run in runs:
+        run.results.update({"peak_memory_bytes": 3 * 2**30})  # type: ignore[attr-defined]
+        run.results["seconds"]["evaluate"] = 11.0  # 5500 images: 100 of each task, up to each
+    found = line("resources", runs, "Mamba-CL")
+    values = {metric: value.mean for (_, metric), value in found.ours.items()}
+    assert values.keys() == {"accuracy", "gflops", "minutes", "inference_ms", "peak_gib", "parameters"}
+    assert (values["inference_ms"], values["peak_gib"]) == pytest.approx((2.0, 3.0))
+    assert values["parameters"] == pytest.approx(3.03, abs=0.01) and 0 < values["gflops"] < 1
+    assert found.difference(("imagenet-r-10", "inference_ms")) == pytest.approx(2.0 - 5.26)
+    text = to_text(laid_out(compare_with_paper("resources", runs)))
+    assert "peak GiB" in text and "seconds of evaluation over images evaluated" in text
+    assert ("imagenet-r-10", "gflops") not in line("resources", runs, "ease").ours  # several times the backbone's
+
+
+def test_a_backbone_that_is_not_registered_has_no_operations(tmp_path: Path) -> None:
+    found = line("resources", [make_run(tmp_path / "run", backbone="mine")], "Mamba-CL")
+    assert {metric for _, metric in found.ours} == {"accuracy", "minutes"}
 
 
 def test_the_page_and_its_files(seeds: list[RunRecord], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -30,10 +31,14 @@ def train(arguments: Sequence[str]) -> int:
     from mambacl.training.run import train as run_training
 
     parser = build_parser()
-    parser.usage = "mambacl train [PRESET or FILE] [--compare METHOD[,METHOD]] [--overwrite] [--key value ...]"
+    parser.usage = (
+        "mambacl train [PRESET or FILE] [--compare METHOD[,METHOD]] [--overwrite] [--skip-bad] [--key value ...]"
+    )
     parser.add_argument("preset", nargs="?", help=f"a preset ({', '.join(preset_names())}) or the path of a YAML file")
     parser.add_argument("--compare", default=None, help="further methods, with commas, to train on the same stream")
     parser.add_argument("--overwrite", action="store_true", help="train anew where the run folder holds a run already")
+    words = "leave out images that cannot be read, and say which: --stream.skip_bad true"
+    parser.add_argument("--skip-bad", action="store_true", help=words)
     if "-h" in arguments or "--help" in arguments:
         print(re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", parser.format_help()))
         return 0
@@ -44,6 +49,8 @@ def train(arguments: Sequence[str]) -> int:
     except ArgumentError as error:
         raise readable(error) from None
     preset, compare, overwrite = given.pop("preset", None), given.pop("compare", None), given.pop("overwrite", False)
+    if given.pop("skip_bad", False):
+        given["stream"] = {**given.get("stream", {}), "skip_bad": True}
     if preset is None and not given:
         raise UserError(f"Say what to train: a preset ({', '.join(preset_names())}), a YAML file, or options.")
     first = resolve(preset, given)
@@ -67,6 +74,7 @@ def train(arguments: Sequence[str]) -> int:
 
 # As in mambacl.nullspace, which would load PyTorch for a word.
 KINDS = ("W_delta", "W_B", "W_C", "A", "out", "W_dt", "linear", "conv")
+MAPPINGS = ("--options.", "--backbone_options.", "--stream.transforms.covariance.")  # of any names
 GROUPS = ("nullspace", *(f"nullspace.{kind}" for kind in KINDS), "training", "stream", "stream.transforms")
 
 
@@ -88,12 +96,12 @@ def _check_options(arguments: Sequence[str], parser: Any) -> None:
     known = [option for action in parser._actions for option in action.option_strings]
     for argument in arguments:
         name = argument.split("=")[0]
-        if name.startswith("--") and name not in known and not name.startswith(("--options.", "--backbone_options.")):
+        if name.startswith("--") and name not in known and not name.startswith(MAPPINGS):
             last = name.lstrip("-").split(".")[-1]
             same = [option for option in known if option.split(".")[-1] == last]  # --lr is --training.lr
             hint = f" Did you mean '{same[0]}'?" if same else did_you_mean(name, known)
             raise UserError(f"There is no option '{name}'.{hint} See `mambacl train --help`.")
-        if name.removeprefix("--") in GROUPS:
+        if name.startswith("--") and name[2:] in GROUPS:
             raise UserError(f"The option '{name}' is a group: set {name}.NAME. See `mambacl train --help`.")
 
 
@@ -130,16 +138,21 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--batch-size", type=int, default=None, help="images in a batch; changes only the speed")
     parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
+    words = "another than the run's own: task, where the task of each image is known; class or domain, where it is not"
+    parser.add_argument("--scenario", default=None, help=words)
     given = parser.parse_args(arguments)
     if given.batch_size is not None and given.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {given.batch_size}.")
-    again = evaluate_run(given.run, given.batch_size, given.device)
+    again = evaluate_run(given.run, given.batch_size, given.device, given.scenario)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} right  {right / total[task]:6.1%}")
     print(f"over tasks {sum(r / n for r, n in zip(row, total, strict=True)) / len(row):.2%}, "
           f"over images {sum(row) / sum(total[: len(row)]):.2%}")  # fmt: skip
-    if row == recorded:
+    if again.scenario != again.recorded_scenario:
+        own = f"{again.recorded_scenario}-incremental"
+        print(f"These counts are {again.scenario}-incremental; the run recorded {recorded}, {own}.")
+    elif row == recorded:
         print("These are the counts that the run recorded.")
     else:
         print(f"The run recorded {recorded}: a difference comes from another device or other library versions.")
@@ -241,10 +254,11 @@ def audit(arguments: Sequence[str]) -> int:
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """what protecting a model will cost: `mambacl plan defocus_mamba_large_22k --image-size 192`"""
+    """what protecting a model will cost: `mambacl plan defocus_mamba_large_22k --image-size 192`, or of a preset"""
     import torch
 
     from mambacl.backbones import create_model
+    from mambacl.config import RunConfig, preset_names, resolve
     from mambacl.nullspace import SETTINGS, NullSpace
     from mambacl.nullspace.plan import make_plan
     from mambacl.reports.plans import plan_text
@@ -252,15 +266,15 @@ def plan(arguments: Sequence[str]) -> int:
 
     words = "Predicts the bytes, the FLOPs of a projected step and the time of a decomposition, before any training."
     parser = Parser(prog="mambacl plan", description=words)
-    parser.add_argument("backbone", help="a model's name; `mambacl models` lists them")
-    parser.add_argument("--image-size", type=int, default=None, help="pixels; the model's own if left out")
-    parser.add_argument("--setting", default="paper", help=f"one of {', '.join(SETTINGS)}")
-    parser.add_argument("--tasks", type=int, default=10, help="consolidations, for --keep-tasks and the total time")
+    parser.add_argument("backbone", help="a model's name (`mambacl models` lists them), or a preset's")
+    parser.add_argument("--image-size", type=int, default=None, help="pixels; the preset's or the model's own")
+    parser.add_argument("--setting", default=None, help=f"one of {', '.join(SETTINGS)}; the preset's, or paper")
+    parser.add_argument("--tasks", type=int, default=None, help="consolidations, for --keep-tasks and the total time")
     parser.add_argument("--protected", type=float, default=0.1, help="share of directions assumed to be protected")
-    parser.add_argument("--storage", default="float32", help="precision of the projectors: float32, bfloat16, ...")
-    parser.add_argument("--covariances", default="device", help="where they are kept: device, cpu, disk")
-    parser.add_argument("--layers", default="ssm", help="ssm, or all")
-    parser.add_argument("--keep-tasks", action="store_true", help="each task's covariances apart")
+    parser.add_argument("--storage", default=None, help="precision of the projectors: float32, bfloat16, ...")
+    parser.add_argument("--covariances", default=None, help="where they are kept: device, cpu, disk")
+    parser.add_argument("--layers", default=None, help="ssm, or all")
+    parser.add_argument("--keep-tasks", action="store_true", default=None, help="each task's covariances apart")
     parser.add_argument("--blocks", type=int, default=None, help="the first so many blocks only")
     parser.add_argument("--device", default="auto", help="where to time the decomposition: cpu, cuda")
     parser.add_argument("--no-calibration", action="store_true", help="leave the time out")
@@ -268,17 +282,22 @@ def plan(arguments: Sequence[str]) -> int:
     for name in ("tasks", "image_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}.")
+    known = given.backbone in preset_names()
+    config = resolve(given.backbone, {}) if known else RunConfig(backbone=given.backbone)
     with torch.device("meta"):
-        model: Any = create_model(given.backbone, num_classes=0)
-        size = given.image_size or model.default_cfg["input_size"][-1]
+        model: Any = create_model(config.backbone, num_classes=0, **config.backbone_options)
+        size = given.image_size or config.stream.transforms.image_size or model.default_cfg["input_size"][-1]
         images = torch.empty(1, 3, size, size)
-    space = NullSpace(
-        model, given.setting, storage=given.storage, covariances=given.covariances, layers=given.layers,
-        keep_tasks=given.keep_tasks, blocks=given.blocks,
-    )  # fmt: skip
-    device = pick_device(given.device)
-    made = make_plan(space, images, given.protected, given.tasks, None if given.no_calibration else device)
-    print(plan_text(made, given.backbone, size, given.protected, given.tasks, given.storage, str(device)))
+    keys = ("storage", "covariances", "layers", "keep_tasks", "blocks")
+    changes = {key: value for key in keys if (value := getattr(given, key)) is not None}
+    if given.setting and known:  # what the preset protects, in the other setting
+        own_rules = config.nullspace
+        changes = {"eta": own_rules.eta, "layers": own_rules.layers, "blocks": own_rules.blocks, **changes}
+    space = NullSpace(model, given.setting or config.nullspace, **changes)
+    own = config.stream.tasks if isinstance(config.stream.tasks, int) else len(config.stream.tasks)
+    tasks, device = given.tasks or (own if known else 10), pick_device(given.device)
+    made = make_plan(space, images, given.protected, tasks, None if given.no_calibration else device)
+    print(plan_text(made, config.backbone, size, given.protected, tasks, space.setting.storage, str(device)))
     return 0
 
 
@@ -414,6 +433,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _print_any_name()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a reader that has gone is no mistake
@@ -433,6 +453,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, TrainingError):
             return _fail(str(error), 1)
         raise
+
+
+def _print_any_name() -> None:
+    """Names of files and classes that the terminal's encoding lacks are printed with escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -63,8 +63,8 @@ class RunConfig:
     device: str = "auto"
     """auto (cuda where there is one), cpu, cuda or cuda:N"""
     precision: Literal["float32", "tf32", "bf16"] = "float32"
-    """tf32 takes matrix products on a GPU in TF32; bf16 runs training and evaluation under autocast; the scan, A and
-    delta stay in float32"""
+    """tf32 takes matrix products on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that
+    leaves in float32 as tf32 does; the scan, A and delta stay in float32, and so does the projection"""
     fast: bool = True
     """on a GPU: fused kernels, recorded steps, images prepared there; false takes the plain twin of each"""
     audit_images: int = 0
@@ -120,7 +120,8 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     for layer in ({"setting": "paper", "recipe": "paper"}, base, overrides):
         values = _with_layer(values, _nested(layer))
     config = _with_absolute_paths(from_dict(values))
-    if config.name in ("run", "images") and config.stream.dataset == "folders" and config.stream.root is not None:
+    own_images = config.stream.dataset in ("folders", "domain-folders")
+    if config.name in ("run", "images") and own_images and config.stream.root is not None:
         return dataclasses.replace(config, name=Path(config.stream.root).name)  # runs of several folders keep apart
     return config
 
@@ -137,7 +138,7 @@ def _for_backbone(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
     if any(_part(base, "stream", "transforms").get(key) is not None for key in sizes):
         own = _input_size(base.get("backbone", RunConfig.backbone), _part(base, "backbone_options"))
         if own is None or own != _input_size(name, _part(overrides, "backbone_options")):
-            dropped += [f"stream.transforms.{key}" for key in sizes]
+            dropped += [f"stream.transforms.{key}" for key in (*sizes, "covariance.resize")]
     base = _without(base, dropped)
     if "pretrained" not in overrides and MODELS.get(name).weights is None:
         base["pretrained"] = False
@@ -244,7 +245,8 @@ def readable(error: Exception) -> UserError:
         if subtypes
         else ""
     )
-    expected = re.sub(r"Literal\[(.*)\]", lambda m: "one of " + m.group(1).replace("'", ""), expected)
+    expected = re.sub(r"dict\[[^\]]*\]", "a mapping", expected, flags=re.IGNORECASE)
+    expected = re.sub(r"Literal\[([^\]]*)\]", lambda m: "one of " + m.group(1).replace("'", ""), expected)
     expected = ", ".join(part for part in expected.split(", ") if part) or "another kind of value"
     return UserError(f"The option {key.group(1)} takes {expected}, got '{value.group(1).strip()}'.")
 

@@ -13,7 +13,7 @@ from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from mambacl.datasets import DataSet
+    from mambacl.datasets import DataSet, Domains
     from mambacl.streams import StreamConfig
 
 
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str], parser: ArgumentParser) -> int:
     three = actions.add_parser("show", help="the tasks of a stream: classes, counts, and images in one PNG")
     three.add_argument("stream", help="a data set, a preset, a YAML file or a run folder")
     three.add_argument("--out", type=Path, default=None, help="the PNG; NAME-tasks.png here if left out")
+    three.add_argument("--skip-bad", action="store_true", help="leave out images that cannot be read")
     three.add_argument("--images", type=int, default=8, help="sample images of each task")
     for action in (two, three):
         action.add_argument("--root", default=None, help="folder with the data set's files; of 'manifest' the file")
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str], parser: ArgumentParser) -> int:
         action.add_argument("--first-task", type=int, default=None, help="classes in the first task")
         action.add_argument("--order", default=None, help="natural, pilot, mamba-cl, coda-prompt or a file")
         action.add_argument("--order-seed", type=int, default=None, help="seed of that order")
+        action.add_argument("--scenario", default=None, help="class, task, or domain: every domain is a task")
     given = parser.parse_args(arguments)
     return {"list": _list, "prepare": _prepare, "check": _check, "show": _show}[given.action](given)
 
@@ -82,45 +84,54 @@ def _check(given: Namespace) -> int:
         raise UserError(f"--limit must not be negative, got {given.limit}.")
     dataset = DATASETS.get(given.name)(None if given.root is None else Path(given.root).expanduser())
     config = _changed(None, given)
-    tasks = _tasks(dataset, config) if config.own_tasks or given.tasks else None
+    named = config.own_tasks or given.tasks or config.by_domain
+    tasks, domains = _tasks(dataset, config) if named else (None, None)
+    if domains is not None:
+        dataset, tasks = dataclasses.replace(dataset, tasks=None, domains=domains), None
     report = check_dataset(dataset, given.name, tasks)
     print("\n".join(report.lines(given.limit, given.classes)))
     if given.json is not None:
         content = {
             "name": report.name, "whole": report.whole, "class_names": report.class_names,
             "train": report.train.tolist(), "test": report.test.tolist(), "tasks": report.tasks,
+            "domains": report.domains,
             "findings": [dataclasses.asdict(finding) for finding in report.findings],
         }  # fmt: skip
-        given.json.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        given.json.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name that is no Unicode as \\udcXX
     return 0 if report.whole else 1
 
 
 def _show(given: Namespace) -> int:
-    from mambacl.datasets import open_dataset
     from mambacl.datasets.drawing import draw_tasks
+    from mambacl.evaluation import SCENARIOS
+    from mambacl.streams import open_data
 
     if given.images < 1:
         raise UserError(f"--images must be at least 1, got {given.images}.")
     name, config = _named(given)
-    dataset = open_dataset(config.dataset, config.root, config.skip_bad)
-    if config.validation is not None:
-        dataset = dataset.with_validation(config.validation)
-    dataset = dataset.limited(config.train_per_class)
-    tasks = _tasks(dataset, config)
-    picture, lines = draw_tasks(dataset, tasks, given.images)
-    print(f"{dataset.name}: {len(dataset.class_names):,} classes in {len(tasks):,} tasks")
+    dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or given.skip_bad))
+    tasks, domains = _tasks(dataset, config)
+    picture, lines = draw_tasks(dataset, tasks, given.images, domains)
+    those = f"{len(tasks):,} tasks" if domains is None else f"each of {len(tasks):,} domains"
+    print(f"{dataset.name}: {len(dataset.class_names):,} classes in {those}")
     print("\n".join(lines))
+    print(f"Evaluation is {config.scenario}-incremental: the model {SCENARIOS[config.scenario]}.")
     path = given.out or Path(f"{name}-tasks.png")
     picture.save(path, format="PNG")
     print(f"Picture: {path}")
     return 0
 
 
-def _tasks(dataset: DataSet, config: StreamConfig) -> list[list[int]]:
-    from mambacl.streams import tasks_of
+def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Domains | None]:
+    """The classes of each task, and the domains where these are the tasks."""
+    from mambacl.streams import domains_in_order, tasks_of
 
+    if config.by_domain:
+        domains = domains_in_order(dataset, config.order, config.order_seed)
+        return [list(range(len(dataset.class_names))) for _ in domains.names], domains
     tasks: Any = "own" if config.own_tasks else config.tasks
-    return tasks_of(dataset, tasks, config.order, config.order_seed, config.first_task)[1]
+    return tasks_of(dataset, tasks, config.order, config.order_seed, config.first_task)[1], None
 
 
 def _named(given: Namespace) -> tuple[str, StreamConfig]:
@@ -148,7 +159,7 @@ def _changed(config: StreamConfig | None, given: Namespace) -> StreamConfig:
     from mambacl.streams import StreamConfig
 
     changes: dict[str, Any] = {"root": given.root, "order": given.order, "order_seed": given.order_seed,
-                               "first_task": given.first_task}  # fmt: skip
+                               "first_task": given.first_task, "scenario": given.scenario}  # fmt: skip
     changes = {key: value for key, value in changes.items() if value is not None}
     if given.tasks == "own":
         changes["own_tasks"] = True

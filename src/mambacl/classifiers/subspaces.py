@@ -41,6 +41,19 @@ def completed(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
     return prototypes
 
 
+def completed_by_later(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
+    """With every subspace filled in anew for the classes of the tasks before its own, from all classes that have been
+    seen in it."""
+    prototypes, starts = prototypes.clone(), [sum(widths[:task]) for task in range(len(widths))]
+    for task, width in enumerate(widths):
+        first = starts[task]
+        for space in range(task + 1, len(widths)):
+            seen = prototypes[starts[space] :]
+            old = prototypes[first : first + width, task]
+            prototypes[first : first + width, space] = mapped(old, seen[:, task], seen[:, space])
+    return prototypes
+
+
 def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False) -> Tensor:
     """(classes, subspaces): 1 for a class's own subspace and alpha for each other one, or, with `mean`, for all others
     together."""

@@ -13,10 +13,10 @@ from mambacl.datasets.sources import SOURCES
 from mambacl.errors import UserError
 
 REMEDIES = {
-    "missing": "prepare the data set again, or take them off the list",
-    "empty": "restore or remove them; --stream.skip_bad true trains without them",
-    "truncated": "copy them again or remove them; --stream.skip_bad true trains without them",
-    "unreadable": "mend or remove them; --stream.skip_bad true trains without them",
+    "missing": "put them back, or take them off the list; --skip-bad trains without them",
+    "empty": "restore or remove them; --skip-bad trains without them",
+    "truncated": "copy them again or remove them; --skip-bad trains without them",
+    "unreadable": "mend or remove them; --skip-bad trains without them",
 }
 
 
@@ -38,6 +38,8 @@ class Report:
     """training images of each class"""
     test: NDArray[np.int64]
     tasks: list[list[int]]
+    domains: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """training and test images of each domain"""
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -53,6 +55,8 @@ class Report:
         for number, task in enumerate(self.tasks if len(self.tasks) > 1 else ()):
             lines.append(f"task {number + 1:3}: {len(task):4} classes, {self.train[task].sum():7,} training and "
                          f"{self.test[task].sum():7,} test images")  # fmt: skip
+        for number, (domain, counts) in enumerate(self.domains.items()):
+            lines.append(f"domain {number}: {counts[0]:7,} training and {counts[1]:7,} test images of {domain}")
         if classes:
             lines += [f"{self.train[c]:7,} {self.test[c]:7,}  {c:4} {name}" for c, name in enumerate(self.class_names)]
         for finding in self.findings:
@@ -69,6 +73,10 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
     count = len(dataset.class_names)
     train, test = (np.bincount(part.labels, minlength=count) for part in (dataset.train, dataset.test))
     report = Report(name, dataset.class_names, train, test, [list(task) for task in tasks or dataset.tasks or []])
+    if dataset.domains is not None and not report.tasks:
+        numbers = (dataset.domains.train, dataset.domains.test)
+        counts = (np.bincount(part, minlength=len(dataset.domains.names)).tolist() for part in numbers)
+        report.domains = dict(zip(dataset.domains.names, zip(*counts, strict=True), strict=True))
     report.findings += _wrong_counts(dataset, name, train, test)
     content: dict[str, list[bytes | None]] = {}
     bad: dict[str, list[str]] = {}
@@ -77,9 +85,12 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
         for digest, trouble in in_threads(_read(images), range(len(images.labels))):
             content[split].append(digest)
             if trouble is not None:
-                bad.setdefault(_kind(trouble), []).append(trouble)
+                bad.setdefault(_kind(trouble), []).append(trouble.rpartition(": ")[0])  # the remedy is said once
     for kind, sentences in bad.items():
-        report.findings.append(Finding(f"{_files(len(sentences))} {kind}", REMEDIES[kind], sentences))
+        remedy = REMEDIES[kind]
+        if kind == "missing" and name in SOURCES and SOURCES[name].downloads:
+            remedy = f"`mambacl data prepare {name}` with the same root; --skip-bad trains without them"
+        report.findings.append(Finding(f"{_files(len(sentences))} {kind}", remedy, sentences))
     return _with_duplicates(report, dataset, content)
 
 
@@ -99,7 +110,7 @@ def _read(images: Images) -> Callable[[int], tuple[bytes | None, str | None]]:
 
 
 def _kind(sentence: str) -> str:
-    words = {"is empty": "empty", "No such file": "missing", "truncated": "truncated", "broken": "truncated"}
+    words = {"is empty": "empty", "is missing": "missing", "truncated": "truncated", "broken": "truncated"}
     return next((kind for word, kind in words.items() if word in sentence), "unreadable")
 
 

@@ -17,14 +17,17 @@ from mambacl.errors import UserError
 A = TypeVar("A")
 B = TypeVar("B")
 # What Pillow's readers raise for damaged files, besides its own.
-DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, struct.error)
+DAMAGE = (
+    OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, struct.error,
+    Image.DecompressionBombError,
+)  # fmt: skip
 
 
 def decode(path: Path) -> NDArray[np.uint8]:
     """The image as (h, w, 3), turned as its EXIF says; of an animation the first frame."""
     made = attempt(path)
     if isinstance(made, str):
-        raise UserError(f"{path} {made}: mend or remove it, or leave bad images out with stream.skip_bad.")
+        raise UserError(f"{path} {made}: mend or remove it, or leave bad images out (--skip-bad).")
     return made
 
 
@@ -33,11 +36,17 @@ def attempt(path: Path) -> NDArray[np.uint8] | str:
     try:
         data = path.read_bytes()
         return rgb(Image.open(io.BytesIO(data))) if data else "is empty (0 bytes)"
-    except Image.UnidentifiedImageError:
-        return "cannot be read as an image (no image format that is known)"
-    except (*DAMAGE, Image.DecompressionBombError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return f"cannot be read as an image ({reason})"
+    except FileNotFoundError:
+        return "is missing"
+    except DAMAGE as error:
+        return f"cannot be read as an image ({reason(error)})"
+
+
+def reason(error: Exception) -> str:
+    """What Pillow's error says, without addresses in memory."""
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "no image format that is known"
+    return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
 
 
 def rgb(image: Image.Image) -> NDArray[np.uint8]:

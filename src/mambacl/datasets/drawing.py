@@ -7,26 +7,33 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mambacl.datasets.base import DataSet
+from mambacl.datasets.base import DataSet, Domains, Images
 from mambacl.errors import UserError
 
 SIDE, GAP, TEXT = 64, 4, 330  # pixels
 
 
-def draw_tasks(dataset: DataSet, tasks: Sequence[Sequence[int]], images: int = 8) -> tuple[Image.Image, list[str]]:
-    """The picture, and a line of text a task. Images are training images, of as many classes as there is room for."""
+def draw_tasks(
+    dataset: DataSet, tasks: Sequence[Sequence[int]], images: int = 8, domains: Domains | None = None
+) -> tuple[Image.Image, list[str]]:
+    """The picture, and a line of text a task. Images are training images, of as many classes as there is room for.
+    Where each task is a domain, `domains` are numbered as the tasks."""
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 12)
     size = (TEXT + images * (SIDE + GAP) + GAP, len(tasks) * (SIDE + GAP) + GAP)
     picture = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(picture)
-    members = _members(dataset)
-    train, test = (
-        np.bincount(part.labels, minlength=len(dataset.class_names)) for part in (dataset.train, dataset.test)
-    )
+    splits, classes = (dataset.train, dataset.test), len(dataset.class_names)
+    members, tested = (_members(part, np.arange(len(part.labels)), classes) for part in splits)
     lines = []
     for row, task in enumerate(tasks):
         top = GAP + row * (SIDE + GAP)
-        counts = f"{len(task)} classes, {train[list(task)].sum():,} + {test[list(task)].sum():,} images"
+        if domains is not None:
+            numbers = (domains.train, domains.test)
+            parts = zip(splits, numbers, strict=True)
+            members, tested = (_members(part, np.flatnonzero(which == row), classes) for part, which in parts)
+            task = [c for c in task if len(members[c])]  # a domain may lack some
+        counts = f"{len(task)} classes, {_total(members, task):,} + {_total(tested, task):,} images"
+        counts = counts if domains is None else f"{domains.names[row]}: {counts}"
         names = ", ".join(dataset.class_names[c] for c in task)
         lines.append(f"task {row + 1:3}: {counts}: {shortened(names, 100)}")
         words = [
@@ -51,10 +58,15 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _members(dataset: DataSet) -> list[np.ndarray]:
-    order = np.argsort(dataset.train.labels, kind="stable")
-    counts = np.bincount(dataset.train.labels, minlength=len(dataset.class_names))
-    return np.split(order, np.cumsum(counts)[:-1])
+def _total(members: Sequence[np.ndarray], task: Sequence[int]) -> int:
+    return sum(len(members[c]) for c in task)
+
+
+def _members(images: Images, chosen: np.ndarray, classes: int) -> list[np.ndarray]:
+    """Those of each class among some images."""
+    labels = images.labels[chosen]
+    counts = np.bincount(labels, minlength=classes)
+    return np.split(chosen[np.argsort(labels, kind="stable")], np.cumsum(counts)[:-1])
 
 
 def _thumbnail(dataset: DataSet, index: int) -> Image.Image:

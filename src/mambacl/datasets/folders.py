@@ -17,7 +17,7 @@ def image_folders(root: Path | None) -> DataSet:
     for split in ("train", "test"):
         if not (root / split).is_dir():
             raise UserError(f"There is no folder {root / split}; the layout is ROOT/train/CLASS/*, ROOT/test/CLASS/*.")
-    names = {split: _class_names(root / split) for split in ("train", "test")}
+    names = {split: subfolders(root / split) for split in ("train", "test")}
     if differing := sorted(set(names["train"]) ^ set(names["test"])):
         missing = "train" if differing[0] in names["test"] else "test"
         raise UserError(
@@ -34,7 +34,7 @@ def image_folders(root: Path | None) -> DataSet:
     )
 
 
-def _class_names(folder: Path) -> list[str]:
+def subfolders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 

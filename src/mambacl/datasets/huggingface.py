@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.datasets.base import DATASETS, DataSet
-from mambacl.datasets.decoding import DAMAGE, rgb
+from mambacl.datasets.base import DATASETS, DataSet, Domains
+from mambacl.datasets.decoding import DAMAGE, in_threads, reason, rgb
 from mambacl.errors import UserError
 
 
@@ -25,15 +25,34 @@ class RowImages:
         self.rows, self.column, self.labels, self.numbers = rows, image, labels, numbers
 
     def image(self, index: int) -> Tensor:
-        number = int(self.numbers[index])
+        made = self._attempt(index)
+        if isinstance(made, str):
+            raise UserError(
+                f"{self.name(index).capitalize()} {made}: remove it with `select`, or leave it out (--skip-bad)."
+            )
+        return made
+
+    def _attempt(self, index: int) -> Tensor | str:
+        """The image, or what is wrong with its row."""
         try:
-            return torch.from_numpy(rgb(self.rows[number][self.column])).permute(2, 0, 1)
+            return torch.from_numpy(rgb(self.rows[int(self.numbers[index])][self.column])).permute(2, 0, 1)
         except (*DAMAGE, AttributeError) as error:
-            raise UserError(f"Row {number} holds no readable image ({error}): remove it with `select`.") from None
+            return f"holds no readable image ({reason(error)})"
 
     def check(self) -> None:
-        for index in range(len(self.labels)):
-            self.image(index)
+        for _ in in_threads(self.image, range(len(self.labels))):
+            pass
+
+    def bad(self) -> dict[int, str]:
+        made = enumerate(in_threads(self._trouble, range(len(self.labels))))
+        return {index: trouble for index, trouble in made if trouble is not None}
+
+    def _trouble(self, index: int) -> str | None:
+        made = self._attempt(index)
+        return made if isinstance(made, str) else None
+
+    def name(self, index: int) -> str:
+        return f"row {self.numbers[index]}"
 
     def digest(self) -> str:
         content = hashlib.sha256(str(getattr(self.rows, "_fingerprint", len(self.rows))).encode())
@@ -52,11 +71,20 @@ def from_huggingface(
     label: str = "label",
     train: str = "train",
     test: str = "test",
+    domain: str = "domain",
 ) -> DataSet:
-    """A `DatasetDict`, or any mapping of split names to rows, as a data set."""
+    """A `DatasetDict`, or any mapping of split names to rows, as a data set. Where there is a column `domain`, it says
+    which domain each image is of."""
+    if not isinstance(splits, Mapping):
+        raise UserError(
+            f"A data set of Hugging Face must have the splits '{train}' and '{test}', but this is one split: divide it "
+            "with `train_test_split`."
+        )
     for split in (train, test):
         if split not in splits:
             raise UserError(f"There is no split '{split}'; there are {', '.join(map(str, splits))}.")
+        if not hasattr(splits[split], "__len__"):
+            raise UserError(f"The split '{split}' is a stream, whose rows have no numbers: load it without streaming.")
         for column in (image, label):
             if column not in splits[split].features:
                 known = ", ".join(splits[split].features)
@@ -65,7 +93,7 @@ def from_huggingface(
     values = {split: list(splits[split][label]) for split in (train, test)}
     names = getattr(feature, "names", None)
     if names is None:
-        found = sorted({value for part in values.values() for value in part})
+        found = sorted({value for part in values.values() for value in part if value is not None})
         names, number = [str(value) for value in found], {value: position for position, value in enumerate(found)}
     else:
         number = {position: position for position in range(len(names))}
@@ -76,7 +104,18 @@ def from_huggingface(
         labels = np.array([number[value] for value in values[split]], dtype=np.int64)
         return RowImages(splits[split], image, labels, np.arange(len(labels)))
 
-    return DataSet(name, list(names), rows(train), rows(test))
+    domains = _domains(splits[train], splits[test], domain)
+    return DataSet(name, list(names), rows(train), rows(test), domains=domains)
+
+
+def _domains(train: Any, test: Any, column: str) -> Domains | None:
+    """None where there is no such column, or a gap in it."""
+    if column not in train.features or column not in test.features:
+        return None
+    words, values = getattr(train.features[column], "names", None), [list(train[column]), list(test[column])]
+    if any(value is None for part in values for value in part):
+        return None
+    return Domains.of(*([str(value if words is None else words[value]) for value in part] for part in values))
 
 
 def saved(root: Path | None) -> DataSet:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mambacl.datasets.base import DATASETS, DataSet, FileImages
+from mambacl.datasets.base import DATASETS, DataSet, Domains, FileImages
 from mambacl.datasets.sources import SOURCES, Download
 from mambacl.errors import UserError
 
@@ -47,7 +47,8 @@ def parse_list(text: str) -> list[Entry]:
 
 
 def listed(name: str, images: Path, train: Sequence[Entry], test: Sequence[Entry]) -> DataSet:
-    """Labels as the lists say, or by the sorted names of the folders. Images are sorted by class and name."""
+    """Labels as the lists say, or by the sorted names of the folders; a domain is the folder above, where there is one.
+    Images are sorted by class and name."""
     entries = [*train, *test]
     names: dict[int, str] = {}
     if all(label is None for _, label in entries):
@@ -61,11 +62,27 @@ def listed(name: str, images: Path, train: Sequence[Entry], test: Sequence[Entry
     if sorted(names) != list(range(len(names))):
         raise UserError(f"The lists of {name} do not number their classes from 0 on without gaps: fetch them again.")
 
-    def split(part: Sequence[Entry]) -> FileImages:
-        pairs = sorted((numbers[_folder(path)] if label is None else label, path) for path, label in part)
+    def split(part: Sequence[Entry]) -> list[tuple[int, str]]:
+        return sorted((numbers[_folder(path)] if label is None else label, path) for path, label in part)
+
+    def files(pairs: Sequence[tuple[int, str]]) -> FileImages:
         return FileImages(images, [images / path for _, path in pairs], np.array([label for label, _ in pairs]))
 
-    return DataSet(name, [names[label] for label in range(len(names))], split(train), split(test))
+    sorted_train, sorted_test = split(train), split(test)
+    domains = _domains([path for _, path in sorted_train], [path for _, path in sorted_test])
+    class_names = [names[label] for label in range(len(names))]
+    return DataSet(name, class_names, files(sorted_train), files(sorted_test), domains=domains)
+
+
+def _domains(train: Sequence[str], test: Sequence[str]) -> Domains | None:
+    """Of paths DOMAIN/CLASS/FILE."""
+    if any(path.count("/") < 2 for path in (*train, *test)):
+        return None
+    return Domains.of([_above(path) for path in train], [_above(path) for path in test])
+
+
+def _above(path: str) -> str:
+    return path.rsplit("/", 3)[-3]
 
 
 def _folder(path: str) -> str:

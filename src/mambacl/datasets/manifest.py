@@ -1,21 +1,24 @@
 """Users' own images listed in a CSV or Parquet file: path, label, split (train or test) and, if there is one, task.
 
-`stream.root` is the file. Paths are relative to its folder. Labels are class names; where all are whole numbers they
-are sorted as such. A task is a name or a number, too; each class belongs to one, and `stream.own_tasks` takes them.
+`stream.root` is the file. Paths are relative to its folder. Labels are class names; where all are numbers they are
+sorted as such. A task is a name or a number, too: where each class belongs to one, `stream.own_tasks` takes them; where
+classes come again in several, tasks are domains.
 """
 
 import csv
 from collections.abc import Iterable
 from importlib import import_module
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mambacl.datasets.base import DATASETS, DataSet, FileImages
+from mambacl.datasets.base import DATASETS, DataSet, Domains, FileImages
 from mambacl.errors import UserError
 
 COLUMNS = ("path", "label", "split")
+Row = tuple[int, str, str, str]  # line, path, label, task
 
 
 def manifest(root: Path | None) -> DataSet:
@@ -28,40 +31,56 @@ def manifest(root: Path | None) -> DataSet:
 
 
 def from_rows(file: Path, rows: Iterable[tuple[int, dict[str, str]]]) -> DataSet:
-    kept: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
-    tasks: dict[str, str] = {}
+    kept: dict[str, list[Row]] = {"train": [], "test": []}
     for line, row in rows:
         path, label, split, task = (row.get(name, "").strip() for name in (*COLUMNS, "task"))
         if split not in kept:
             raise UserError(f"{file}, line {line}: the split is '{split}'; it must be train or test.")
         if not path or not label:
             raise UserError(f"{file}, line {line}: the {'label' if path else 'path'} is empty; fill it in.")
-        if task and tasks.setdefault(label, task) != task:
-            raise UserError(
-                f"{file}, line {line}: the class '{label}' is in the tasks '{tasks[label]}' and '{task}'; "
-                "each class belongs to one."
-            )
-        kept[split].append((path, label))
-    names = in_order({label for part in kept.values() for _, label in part})
+        kept[split].append((line, path, label, task))
+    names = in_order({label for part in kept.values() for _, _, label, _ in part})
     if not names:
         raise UserError(f"{file} lists no images: add lines 'path,label,split'.")
     number = {name: position for position, name in enumerate(names)}
-    own: list[list[int]] | None = None
-    if tasks:
-        if without := [name for name in names if name not in tasks]:
-            raise UserError(f"{file}: the class '{without[0]}' has no task; give one to each class, or to none.")
-        own = [[number[name] for name in names if tasks[name] == task] for task in in_order(set(tasks.values()))]
 
-    def images(part: list[tuple[str, str]]) -> FileImages:
-        labels = np.array([number[label] for _, label in part], dtype=np.int64)
-        return FileImages(file.parent, [file.parent / path for path, _ in part], labels)
+    def images(part: list[Row]) -> FileImages:
+        labels = np.array([number[label] for _, _, label, _ in part], dtype=np.int64)
+        return FileImages(file.parent, [file.parent / path for _, path, _, _ in part], labels)
 
-    return DataSet(file.stem, names, images(kept["train"]), images(kept["test"]), own)
+    own, domains = _tasks(file, names, kept["train"], kept["test"])
+    return DataSet(file.stem, names, images(kept["train"]), images(kept["test"]), own, domains=domains)
+
+
+def _tasks(
+    file: Path, names: list[str], train: list[Row], test: list[Row]
+) -> tuple[list[list[int]] | None, Domains | None]:
+    """The classes of each task, where no class is in two, and the task of each image. An image without a task has that
+    of its class."""
+    tasks: dict[str, set[str]] = {name: set() for name in names}
+    for _, _, label, task in (*train, *test):
+        tasks[label] |= {task} if task else set()
+    if not any(tasks.values()):
+        return None, None
+    if without := [name for name, found in tasks.items() if not found]:
+        raise UserError(f"{file}: the class '{without[0]}' has no task; give one to each class, or to none.")
+    for line, _, label, task in (*train, *test):
+        if not task and len(tasks[label]) > 1:
+            raise UserError(f"{file}, line {line}: the class '{label}' is in several tasks; name that of this image.")
+    found = in_order(set().union(*tasks.values()))
+    of_train, of_test = ([task or min(tasks[label]) for _, _, label, task in part] for part in (train, test))
+    own = [[number for number, name in enumerate(names) if task in tasks[name]] for task in found]
+    return own if all(len(one) == 1 for one in tasks.values()) else None, Domains.of(of_train, of_test, found)
 
 
 def in_order(words: set[str]) -> list[str]:
-    """As numbers where all are whole numbers, else as words."""
-    return sorted(words, key=int) if all(word.isdecimal() for word in words) else sorted(words)
+    """As numbers where all are numbers, else as words."""
+    try:
+        values = {word: float(word) for word in words}
+    except ValueError:
+        return sorted(words)
+    numbers = all(map(isfinite, values.values()))
+    return sorted(words, key=lambda word: (values[word], word) if numbers else (0.0, word))
 
 
 def _csv(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
@@ -86,12 +105,19 @@ def _parquet(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
         raise UserError(f"{file} cannot be read as Parquet ({error}): write it again.") from None
     _require(file, table.column_names)
     for number, row in enumerate(table.to_pylist()):
-        yield number + 1, {key: "" if value is None else str(value) for key, value in row.items()}
+        yield number + 1, {key: _word(value) for key, value in row.items()}
+
+
+def _word(value: Any) -> str:
+    """Whole numbers as such: a column with gaps makes floats of them."""
+    if value is None or (isinstance(value, float) and isnan(value)):
+        return ""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _require(file: Path, columns: Iterable[str]) -> None:
     if missing := [name for name in COLUMNS if name not in columns]:
-        raise UserError(f"{file} has no column '{missing[0]}'; its first line names path, label, split (and task).")
+        raise UserError(f"{file} has no column '{missing[0]}'; its columns are path, label, split (and task).")
 
 
 DATASETS.add("manifest", manifest)

@@ -43,6 +43,8 @@ def prepare(
         raise UserError(f"There is nothing to prepare for '{name}'.{did_you_mean(name, SOURCES)} Known: {known}.")
     if not source.downloads:
         raise UserError(f"'{name}' needs no preparing: the root holds {source.layout}; `mambacl data check {name}`.")
+    if not str(root):
+        raise UserError("The root is an empty name: give the folder that is to hold the data set.")
     given = [str(entry) for entry in sources]
     _refuse_strange(given, source)
     root = Path(root).expanduser()

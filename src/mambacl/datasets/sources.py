@@ -17,7 +17,7 @@ MAMBA_CL = "https://raw.githubusercontent.com/zugexiaodui/mamba-cl/0ebac10c600ca
 class Download:
     url: str
     checksum: str
-    """'sha256:...', or 'md5:...' where the public offers no better"""
+    """'sha256:...'"""
     unpack: bool = True
     """an archive; else a file that is used as it is"""
     folder: str = ""
@@ -48,26 +48,44 @@ def _fashion(name: str, checksum: str) -> Download:
     return Download(f"{ZALANDO}/{name}", f"sha256:{checksum}", unpack=False)
 
 
-DOMAINS = {  # MD5 of the images' archive, of the training and of the test list
-    "clipart": ("cd0d8f2d77a4e181449b78ed62bccf1e", "b4349693a7f9c05c53955725c47ed6cb",
-                "f5ddbcfd657a3acf9d0f7da10db22565"),
-    "infograph": ("720380b86f9e6ab4805bb38b6bd135f8", "379b50054f4ac2018dca4f89421b92d9",
-                  "779626b50869edffe8ea6941c3755c71"),
-    "painting": ("1ae32cdb4f98fe7ab5eb0a351768abfd", "7db0e7ca73ad9982f6e1f7f3ef372c0a",
-                 "232b35dc53f26d414686ae579e38d9b5"),
-    "quickdraw": ("bdc1b6f09f277da1a263389efe0c7a66", "b732ced3939ac8efdd8c0a889dca56cc",
-                  "c1a828fdfe216fb109f1c0083a252c6f"),
-    "real": ("dcc47055e8935767784b7162e7c7cca6", "8ebf02c2075fadd564705f0dc7cd6291",
-             "6098816791c3ebed543c71ffa11b9054"),
-    "sketch": ("658d8009644040ff7ce30bb2e820850f", "1233bd18aa9a8a200bf4cecf1c34ef3e",
-               "d8a222e4672cfd585298aa14d02ea441"),
-}  # fmt: skip
+DOMAINS = {  # SHA-256 of the images' archive, of the training and of the test list
+    "clipart": (
+        "f8f248a3e8bbc9868c523ae24e6601b4c2ad102afc60c0efeb4f3255df22354d",
+        "affdadf5f95a7583e6b98030a3d35007e2613ee4dd942393c5a705ec2b429312",
+        "62c8e36aaba1c41ad9e249099739707220a44c08f167b37ef420f34a31628a6b",
+    ),
+    "infograph": (
+        "891e14f476317e97b6f06d6498c11d0a5b8d0c8b57210765ed9beb072da611fa",
+        "36b44cbd41a2915e0dc73b4f4be8862a6f3c220f93c8d63fb2439beeae3aefda",
+        "413cfa54ac92e7e6b242f4f09fbd9c8ace85c4deaf3cb6c81ff6b68264460136",
+    ),
+    "painting": (
+        "fa47e6d405503ea0286cabd767f176bd30e988b63ddd7b9db16cf030c9770015",
+        "f1da38d50a702fddf1329f85bc607d7a2abcae7e6aec75e1fd49cc1bd340d47b",
+        "11472b13b5188e09f06918b12eebb660588c97a20e43e268d9b02e3e37eb8f97",
+    ),
+    "quickdraw": (
+        "9f37df2a8c3733703dbb35ad9964202a65f675ca30137756457537536b485d84",
+        "3a5edd3bc215772010eebc87f158707703dd7e48091d13b816af81326a9d1c0f",
+        "2a00a60650a453c65c356da748fec54084a197272137c440e7d52d08947357bf",
+    ),
+    "real": (
+        "d7fe010b430c5b510f85d657d38c4a1924822695fabea4fef57bd00dba251d63",
+        "19d483256d24aef19e581b65eda8333fd918aef3eb733fe499ff384120e3a289",
+        "2b3f75bcde309aeb5931292084b2162e936b5f189e3bb1ad716f0f74c460864c",
+    ),
+    "sketch": (
+        "23a7dbae7016b343e934399beaa8a68728fb5e570ebe2c71df9b75cf91c499fc",
+        "72f4bc6afa5702a1ccba800d0053c1427de87439dfaf246dbc9a2e71abfec54f",
+        "3fb48fca18c507c4321f007c3f62b308ec232ff6928cbfe2af64e76ec366e840",
+    ),
+}
 DOMAIN_ARCHIVES = tuple(
-    Download(f"{BOSTON}/{'groundtruth/' if domain in ('clipart', 'painting') else ''}{domain}.zip", f"md5:{sums[0]}")
+    Download(f"{BOSTON}/{'groundtruth/' if domain in ('clipart', 'painting') else ''}{domain}.zip", f"sha256:{sums[0]}")
     for domain, sums in DOMAINS.items()
 )
 DOMAIN_LISTS = tuple(
-    _list(f"{domain}_{split}.txt", f"md5:{sums[1 + number]}", f"{BOSTON}/domainnet/txt")
+    _list(f"{domain}_{split}.txt", f"sha256:{sums[1 + number]}", f"{BOSTON}/domainnet/txt")
     for number, split in enumerate(("train", "test"))
     for domain, sums in DOMAINS.items()
 )
@@ -131,6 +149,7 @@ SOURCES: dict[str, Source] = {
         "train-WNID.webp and val-NN.webp, 25 x 20 images each", 200, 100000, 10000,
     ),
     "folders": Source("your own images", "train/CLASS/* and test/CLASS/*"),
+    "domain-folders": Source("your own images of several domains", "train/DOMAIN/CLASS/* and test/DOMAIN/CLASS/*"),
     "manifest": Source("your own images, listed in a CSV or Parquet file, which is the root",
                        "a file with the columns path, label, split and, if you like, task"),
     "huggingface": Source("a data set of Hugging Face that `save_to_disk` wrote", "what it wrote"),

@@ -8,11 +8,15 @@ from torch import Tensor
 
 @torch.no_grad()
 def count_correct(
-    predict: Callable[[Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+    predict: Callable[[Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    right: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> int:
-    """Right predictions: the largest logit over all classes seen is at the image's label."""
+    """Right predictions: as `right` says of logits and labels, or where the largest logit over all classes seen is at
+    the image's label."""
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in batches:
-        logits = predict(images.to(device, non_blocking=True))
-        correct += (logits.argmax(dim=1) == labels.to(device, non_blocking=True)).sum()
+        logits, labels = predict(images.to(device, non_blocking=True)), labels.to(device, non_blocking=True)
+        correct += (logits.argmax(dim=1) == labels if right is None else right(logits, labels)).sum()
     return int(correct)

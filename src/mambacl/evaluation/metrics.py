@@ -1,6 +1,6 @@
 """Continual-learning metrics as pure functions of counts; each name says which of the public definitions it is.
 
-`correct[t][j]` counts the test images of task j that are right after task t (j <= t), over all classes seen by then;
+`correct[t][j]` counts the test images of task j that are right after task t (j <= t), which `scenarios` says;
 `total[j]` counts the test images of task j. R[t][j] = correct[t][j] / total[j]. T is the last row.
 
 Where only R is known, as from other tools, R itself with totals of one gives every metric but those `OVER_IMAGES`.

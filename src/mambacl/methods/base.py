@@ -56,6 +56,8 @@ class Method(ABC):
     options_class: ClassVar[type] = NoOptions
     recordable: ClassVar[bool] = False
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU, and does the same for every batch"""
+    needs_task_state: ClassVar[bool] = False
+    """whether `predict` needs what `task_state_dict` holds"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model, setup

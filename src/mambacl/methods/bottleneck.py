@@ -134,8 +134,11 @@ class AdapterSets(nn.Module):
         for handle in self._handles:
             handle.remove()
 
-    def state(self) -> dict[str, Tensor]:
-        return {f"adapters.{name}": tensor for name, tensor in self.sets.state_dict().items()}
+    def state(self, sets: range | None = None) -> dict[str, Tensor]:
+        """Of these sets, or of all."""
+        chosen = range(len(self.sets)) if sets is None else sets
+        named = {f"{i}.{name}": tensor for i in chosen for name, tensor in self.sets[i].state_dict().items()}
+        return {f"adapters.{name}": tensor for name, tensor in named.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Takes up a saved state, with as many sets as it holds; other names in it are left alone."""

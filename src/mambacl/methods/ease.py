@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mambacl.backbones.layers import at_least_float32, full_precision
 from mambacl.classifiers.cosine import CosineHead
-from mambacl.classifiers.subspaces import class_sums, completed, ensemble, weights_of_subspaces
+from mambacl.classifiers.subspaces import class_sums, completed, completed_by_later, ensemble, weights_of_subspaces
 from mambacl.errors import UserError
 from mambacl.methods.base import METHODS, Method, Setup, Task
 from mambacl.methods.bottleneck import AdapterOptions, AdapterSets
@@ -30,6 +30,9 @@ class EaseOptions(AdapterOptions):
     """weight of the subspaces that are not a class's own"""
     others: Literal["sum", "mean"] = "sum"
     """whether alpha counts for each of them, as in EASE's paper, or for all together, as in its public code"""
+    mapped_by: Literal["new", "later"] = "new"
+    """an old class's prototype in a subspace comes from the classes of that subspace's own task, once, as in EASE's
+    paper; or, anew after each task, from all classes since, as in its public code (`recalc_sim`)"""
     cosine_scale: float = 1.0
     """what the classifiers' learned scale starts from; 1 in EASE's public code"""
 
@@ -39,6 +42,8 @@ class EaseOptions(AdapterOptions):
             raise UserError(f"options.alpha must not be negative, got {self.alpha}.")
         if self.others not in ("sum", "mean"):
             raise UserError(f"options.others is 'sum' or 'mean', got {self.others!r}.")
+        if self.mapped_by not in ("new", "later"):
+            raise UserError(f"options.mapped_by is 'new' or 'later', got {self.mapped_by!r}.")
         if not 0 < self.cosine_scale < float("inf"):
             raise UserError(f"options.cosine_scale must be positive, got {self.cosine_scale}.")
 
@@ -48,6 +53,7 @@ class Ease(Method):
     summary = "adapters and prototypes for each task, joined by similarity (EASE-Mamba)"
     options_class: ClassVar[type] = EaseOptions
     recordable = True
+    needs_task_state = True
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         super().__init__(model, setup)
@@ -58,6 +64,8 @@ class Ease(Method):
         self.heads = nn.ModuleList()
         self.prototypes = torch.zeros(0, 0, self.width, device=self.device)
         """of the classes of finished tasks: see `classifiers.subspaces`"""
+        self.training: dict[str, Tensor] = {}
+        """of a checkpoint: the part of the task that was under way"""
 
     @property
     def widths(self) -> list[int]:
@@ -103,7 +111,8 @@ class Ease(Method):
             counts += of_class
         means = (sums / counts.clamp(min=1)[:, None, None]).to(self.prototypes.dtype)
         before = F.pad(self.prototypes, (0, 0, 0, 1))  # a subspace more
-        self.prototypes = completed(torch.cat((before, means)), widths)
+        fill = completed if self.options.mapped_by == "new" else completed_by_later
+        self.prototypes = fill(torch.cat((before, means)), widths)
         self.adapters.current = None  # between tasks the model is the backbone
         return {"prototypes": time.perf_counter() - started}
 
@@ -129,18 +138,39 @@ class Ease(Method):
                 features.append(at_least_float32(self.model(images)))
         return features
 
+    # What finished tasks have left never changes: it is kept once a task, and what trains each epoch.
+
+    @property
+    def finished(self) -> int:
+        """Tasks with prototypes."""
+        return self.prototypes.shape[1]
+
     def state_dict(self) -> dict[str, Tensor]:
-        heads = {f"heads.{name}": tensor for name, tensor in self.heads.state_dict().items()}
-        return {**self.adapters.state(), **heads, "prototypes": self.prototypes}
+        return {**self._state(range(self.finished, len(self.heads))), "finished": torch.tensor(self.finished)}
+
+    def task_state_dict(self) -> dict[str, Tensor]:
+        return {**self._state(range(self.finished)), "prototypes": self.prototypes}
+
+    def _state(self, tasks: range) -> dict[str, Tensor]:
+        heads = {f"heads.{i}.{name}": tensor for i in tasks for name, tensor in self.heads[i].state_dict().items()}
+        return {**self.adapters.state(tasks), **heads}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.training = {name: tensor for name, tensor in state.items() if name != "finished"}
+        if int(state["finished"]) == 0:  # else the other tasks' state comes first
+            self._restore(self.training)
+
+    def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.prototypes = state["prototypes"].to(self.device)
+        self._restore({**state, **self.training})
+
+    def _restore(self, state: Mapping[str, Tensor]) -> None:
         self.adapters.restore(state)
         self.heads = nn.ModuleList()
         while (weight := state.get(f"heads.{len(self.heads)}.weight")) is not None:
             self._add_head(len(weight), seed=0)
         own = {name.removeprefix("heads."): tensor for name, tensor in state.items() if name.startswith("heads.")}
         self.heads.load_state_dict(own)
-        self.prototypes = state["prototypes"].to(self.device)
 
 
 METHODS.add(Ease.name, Ease)

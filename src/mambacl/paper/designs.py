@@ -32,7 +32,6 @@ VARIANTS = {
     "paper": ("mambavision_base", "vim_base", "vmamba_base_s2l15"),
     "nano": ("mambavision_nano", "vim_nano", "vmamba_nano"),
 }
-PRESETS = {"cifar100-10": "cifar100-10-large"}  # of the paper's benchmarks whose preset has another name
 SCALE_FACTORS = {"mamba": {"delta_scale_factor": 2.0, "rope_scale_factor": 4.0}}  # of the ImageNet-1k weights
 PRETRAINING = {"paper": ("ImageNet-21k", "ImageNet-1k"), "nano": ("Tiny-ImageNet", "random weights")}
 
@@ -119,7 +118,7 @@ def benchmarks(names: Iterable[str], where: Where) -> list[Benchmark]:
         found = []
         for name in names:
             dataset, _, tasks = name.rpartition("-")
-            found.append(Benchmark(name, dataset, int(tasks), paper_eta(name), PRESETS.get(name, name)))
+            found.append(Benchmark(name, dataset, int(tasks), paper_eta(name), name))
         return found
     most = NANO_CLASSES[where.dataset] // 2
     counts = dict.fromkeys(min(int(name.rpartition("-")[2]), most) for name in names)
@@ -255,6 +254,20 @@ def _curve(losses: bool) -> Design:
         ]
 
     return design
+
+
+NANO_WORDS = {
+    "long-sequence": "no task of one class, so 50 tasks of CIFAR-100 and 5 of Fashion-MNIST are the most",
+    "variants": "the small sizes of the three families, at 32 pixels, from random weights in place of ImageNet-1k's",
+    "scratch": f"{NANO} in place of defocus_mamba_tiny",
+    "blocks": f"the first {', '.join(map(str, blocks('nano')))} of {DEPTH['nano']} blocks, shares as in the paper",
+    "pretraining": f"{PRETRAINING['nano'][0]}'s weights and {PRETRAINING['nano'][1]}, in place of ImageNet-21k's and "
+    "ImageNet-1k's",
+    "runtime": "minutes of a small model, not to be compared with the paper's",
+    "svd": "minutes of a small model, not to be compared with the paper's",
+    "resources": "the cost of a small model, not to be compared with the paper's",
+}
+"""where a design at the scale nano is not the paper's, in words for whoever reads the result"""
 
 
 DESIGNS: dict[str, Design] = {

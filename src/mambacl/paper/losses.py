@@ -1,18 +1,15 @@
 """The loss of old tasks' training images after each task, as the paper's figure of losses has it.
 
-A run does not keep it by itself. Within `recording_losses` the loop writes it to the run's metrics.jsonl, before the
+A run does not keep it by itself. `train(..., loop=LossLoop)` writes it to the run's metrics.jsonl, before the
 checkpoint of the task, so that an interruption neither loses nor repeats it.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from mambacl.training import run
 from mambacl.training.loop import Loop
 
 EVENT = "old-losses"
@@ -39,17 +36,6 @@ class LossLoop(Loop):
             total += float(F.cross_entropy(own, labels.to(self.device) - first, reduction="sum"))
             images_seen += len(labels)
         return total / images_seen
-
-
-@contextmanager
-def recording_losses() -> Iterator[None]:
-    """Runs in this process keep the losses meanwhile."""
-    before = run.Loop
-    setattr(run, "Loop", LossLoop)  # noqa: B010  (a name that mypy takes for a class)
-    try:
-        yield
-    finally:
-        setattr(run, "Loop", before)  # noqa: B010
 
 
 def read_losses(folder: Path) -> dict[int, list[float]]:

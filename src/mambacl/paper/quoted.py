@@ -53,6 +53,8 @@ class PaperTable:
     """of the paper's own rows; empty where it differs by row"""
     keys: tuple[tuple[str, str], ...] = field(default=())
     """benchmark and metric of each column, in the paper's order"""
+    own: tuple[str, ...] = ()
+    """metrics of our runs that the paper's table has not"""
 
 
 def table_names() -> list[str]:
@@ -77,9 +79,8 @@ def paper_table(name: str) -> PaperTable:
         words = {key: row[key] for key in ("venue", "cite", "complexity") if key in row}
         values = dict(zip(keys, map(_quoted, row["values"]), strict=True))
         rows.append(Row(row["method"], row["source"], values, run=row.get("run"), **words))
-    return PaperTable(
-        name, entry["label"], entry["title"], columns, metrics, tuple(rows), entry.get("backbone", ""), keys
-    )
+    backbone, own = entry.get("backbone", ""), tuple(entry.get("own", ()))
+    return PaperTable(name, entry["label"], entry["title"], columns, metrics, tuple(rows), backbone, keys, own)
 
 
 def _quoted(text: str) -> Quoted | None:

@@ -1,43 +1,65 @@
-"""Shows what a design's runs came to: a table by the reports' own code, a figure as PNG with its numbers as CSV."""
+"""Shows what a design's runs came to: a table by the reports' own code, a figure with its numbers; each as a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from mambacl.backbones import create_model
-from mambacl.backbones.flops import count_flops
-from mambacl.paper.designs import FIGURES, PlannedRun
+from mambacl.paper.designs import FASHION, FIGURES, NANO_WORDS, PlannedRun
 from mambacl.paper.drawing import TITLES, draw
+from mambacl.paper.losses import read_losses
 from mambacl.paper.points import Point, points, to_csv
 from mambacl.reports.figures import png
-from mambacl.reports.groups import Value
+from mambacl.reports.markup import Picture, Section, copyable, document, escaped, table_html
 from mambacl.reports.page import write_files
 from mambacl.reports.paper_page import laid_out, write_paper_table
-from mambacl.reports.paper_table import Comparison, benchmark_of, compare_with_paper
+from mambacl.reports.paper_table import compare_with_paper
 from mambacl.reports.rendering import to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
 
 
 def render(name: str, found: Sequence[tuple[PlannedRun, RunRecord]], target: Path, scale: str) -> tuple[str, Path]:
-    """Writes the table or figure; returns it as text, and the path of the page or picture."""
+    """Writes the table or figure; returns it as text, and the path of its page."""
+    notes = nano_notes(name, found) if scale == "nano" and found else []
     if name not in FIGURES:
-        compared = compare_with_paper(name, [record for _, record in found])
-        _complete(compared)
-        random = [record.backbone for _, record in found if record.config.get("pretrained") is False]
-        words = f"ours start from random weights: {', '.join(dict.fromkeys(random))}\n" if random else ""
-        return to_text(laid_out(compared)) + words, write_paper_table(compared, target)
+        compared = compare_with_paper(name, [record for _, record in found], notes=notes)
+        return to_text(laid_out(compared)), write_paper_table(compared, target)
     shown = points(name, found, scale)
-    table, stem = figure_table(name, shown, found), f"paper-{name}"
+    table, stem, picture = figure_table(name, shown, found, notes), f"paper-{name}", png(draw(name, shown))
     files = {f"{stem}.csv": to_csv(name, shown).encode(), f"{stem}.md": to_markdown(table).encode()}
-    files[f"{stem}.png"] = png(draw(name, shown))  # last, so that it is there only when all is
+    files |= {f"{stem}.png": picture, f"{stem}.html": figure_page(name, table, picture).encode()}  # the page last
     write_files(target, files)
-    return to_text(table), target / f"{stem}.png"
+    return to_text(table), target / f"{stem}.html"
 
 
-def figure_table(name: str, shown: Sequence[Point], found: Sequence[tuple[PlannedRun, RunRecord]]) -> Table:
+def nano_notes(name: str, found: Sequence[tuple[PlannedRun, RunRecord]]) -> list[str]:
+    """Where runs at the scale nano are not the paper's design."""
+    benchmark, config = found[0][0].benchmark, found[0][1].config
+    tasks = ", ".join(dict.fromkeys(str(run.benchmark.tasks) for run, _ in found))
+    size, passes = config["stream"]["transforms"]["image_size"], config["training"]["passes"]
+    notes = [
+        f"scale nano: {benchmark.dataset} at {size} pixels in {tasks} tasks stands for all data sets, passes: {passes}",
+        f"scale nano: eta {benchmark.eta:g} unless it is what varies",
+    ]
+    if benchmark.dataset == FASHION:
+        notes.append("scale nano: rank by energy 0.77 and the learning rates of the preset demo, not the paper's")
+    if name in NANO_WORDS:
+        notes.append(f"scale nano: {NANO_WORDS[name]}")
+    return notes
+
+
+def figure_page(name: str, table: Table, picture: bytes) -> str:
+    shown = Picture(f"paper-{name}.png", picture, f"{TITLES[name]}; the table below has the numbers.")
+    sections = [
+        Section("figure", "Figure", shown.html()),
+        Section("table", "Numbers", table_html(table) + copyable("Markdown", to_markdown(table))),
+    ]
+    title = f"{TITLES[name]}: ours and the paper's"
+    return document(title, f"<h1>{escaped(title)}</h1>", sections)
+
+
+def figure_table(
+    name: str, shown: Sequence[Point], found: Sequence[tuple[PlannedRun, RunRecord]], words: Sequence[str] = ()
+) -> Table:
     """The figure's numbers: a row for each benchmark, series and place, ours and the paper's side by side."""
     metrics = list(dict.fromkeys(point.metric for point in shown))
     rows: dict[tuple[str, str, str], dict[tuple[str, str], Point]] = {}
@@ -53,6 +75,11 @@ def figure_table(name: str, shown: Sequence[Point], found: Sequence[tuple[Planne
     if name == "loss-curve":
         notes = ["cross-entropy of the old task's training images over its own classes, images as in evaluation",
                  "the paper shows this figure without numbers"]  # fmt: skip
+        notes += [
+            f"losses are not there after every task, for `mambacl resume` does not keep them: {record.folder}"
+            for _, record in found
+            if record.finished and len(read_losses(record.folder)) < record.tasks_done
+        ]
     elif "paper" in sources:
         notes.append("paper: the values of its main table; the figure's others are not printed in its text")
     if name == "blocks":
@@ -60,6 +87,7 @@ def figure_table(name: str, shown: Sequence[Point], found: Sequence[tuple[Planne
     backbones = list(dict.fromkeys(record.backbone for _, record in found))
     if backbones:
         notes.append(f"ours on {', '.join(backbones)}; the paper's on defocus_mamba_large_22k")
+    notes += words
     notes += [f"left out, for it is not finished: {record.folder}" for _, record in found if not record.finished]
     return Table(f"{TITLES[name]}: the paper's figure '{name}'", tuple(columns), tuple(cells), tuple(notes))
 
@@ -69,29 +97,3 @@ def _cell(point: Point | None) -> Cell:
         return None
     digits = 4 if point.metric == "loss" else 2
     return f"{point.value:.{digits}f}" + ("" if point.std is None else f" ± {point.std:.{digits}f}")
-
-
-def _complete(compared: Comparison) -> None:
-    """What a table has besides accuracies and minutes of runs: the mean over benchmarks, and the model's operations."""
-    columns = [name for name in compared.table.columns if name != "average"]
-    for line in compared.lines:
-        ours = [line.ours.get((name, "minutes")) for name in columns]
-        if "average" in compared.table.columns and all(ours):
-            line.ours["average", "minutes"] = Value(sum(value.mean for value in ours if value) / len(ours))
-        if "gflops" in compared.table.metrics:
-            for run in line.runs:
-                line.ours[benchmark_of(run), "gflops"] = Value(gflops(run))
-
-
-def gflops(run: RunRecord) -> float:
-    """Of one image, the scan included; see `mambacl models`."""
-    options: Mapping[str, Any] = run.config.get("backbone_options") or {}
-    with torch.device("meta"):
-        model: Any = create_model(run.backbone, num_classes=0, **options).eval()
-        size = _size(run) or model.default_cfg["input_size"][-1]
-        return count_flops(model, size)[0] / 1e9
-
-
-def _size(run: RunRecord) -> int | None:
-    transforms = (run.config.get("stream") or {}).get("transforms") or {}
-    return transforms.get("image_size")

@@ -2,19 +2,20 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mambacl.config import RunConfig, preset_names, resolve
+from mambacl.datasets import open_dataset
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.options import merge
 from mambacl.paper.designs import FIRST_ORDER, Benchmark, PlannedRun
-from mambacl.paper.losses import recording_losses
+from mambacl.paper.losses import LossLoop
 from mambacl.reports.runs import RunRecord, load_run
 from mambacl.training.folder import RunFolder
+from mambacl.training.loop import Loop
 from mambacl.training.run import differences, train
 
 
@@ -107,13 +108,14 @@ def carry_out(work: Sequence[Job]) -> None:
         if not job.open and job.state != "finished":
             raise UserError(f"{job.config.folder} holds {job.state}: choose another --out.")
     todo = [job for job in work if job.open]
+    for dataset, root in dict.fromkeys((job.config.stream.dataset, job.config.stream.root) for job in todo):
+        open_dataset(dataset, root)  # of the last benchmark, too, before days are spent on the first
     say(f"Runs: {len(work)}, of which {len(work) - len(todo)} are finished.")
     for number, job in enumerate(todo, start=1):
         verb = "continuing" if job.state == "interrupted" else "training"
         say(f"[{number}/{len(todo)}] {verb} {job.planned.key}")
         try:
-            with recording_losses() if job.planned.losses else nullcontext():
-                train(job.config)
+            train(job.config, loop=LossLoop if job.planned.losses else Loop)
         except KeyboardInterrupt:
             say("mambacl: the same command again continues.")
             raise

@@ -121,14 +121,16 @@ def _differences(groups: Sequence[Group]) -> Section:
 
 
 def _folders(records: Sequence[RunRecord]) -> Section:
+    left_out = any(record.skipped for record in records)
     items = "".join(
         f"<tr><th scope=row class=text><code>{escaped(record.folder)}</code></th><td>{status_mark(record)}</td>"
-        f"<td>{escaped(record.seed)}</td><td>{record.tasks_done} of {len(record.tasks)}</td></tr>"
+        f"<td>{escaped(record.seed)}</td><td>{record.tasks_done} of {len(record.tasks)}</td>"
+        + (f"<td>{len(record.skipped):,}</td></tr>" if left_out else "</tr>")
         for record in records
     )
     head = (
         "<th scope=col class=text>folder</th><th scope=col>status</th><th scope=col>seed</th><th scope=col>tasks</th>"
-    )
+    ) + ("<th scope=col>images left out</th>" if left_out else "")
     table = f'<table class="full"><thead><tr>{head}</tr></thead><tbody>{items}</tbody></table>'
     table = f'<div class="wide" tabindex="0">{table}</div>'
     return Section("runs", "Runs", table, "Each folder holds the configuration with which its run can be made again.")

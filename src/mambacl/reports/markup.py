@@ -180,11 +180,13 @@ def time_bar(seconds: Mapping[str, float]) -> str:
 
 
 def class_table(record: RunRecord) -> str:
-    """The classes of each task by name, the tasks to come in a quieter tone."""
-    totals = record.results["total"]
+    """The classes of each task by name, or its domain, the tasks to come in a quieter tone."""
+    totals, domains = record.results["total"], record.domains
+    what = "domain" if domains else "names"
     rows = []
     for t, task in enumerate(record.tasks):
-        names = "".join(f"<li>{escaped(record.class_name(class_id))}</li>" for class_id in task)
+        listed = [domains[t]] if domains else [record.class_name(class_id) for class_id in task]
+        names = "".join(f"<li>{escaped(name)}</li>" for name in listed)
         tested = f"{totals[t]:,}" if t < len(totals) else MISSING
         todo = "" if t < record.tasks_done else " todo"
         rows.append(
@@ -193,7 +195,7 @@ def class_table(record: RunRecord) -> str:
         )
     return (
         '<div class="wide" tabindex="0"><table class="full"><thead><tr><th scope="col">task</th>'
-        '<th scope="col">classes</th><th scope="col">test images</th><th scope="col" class="text">names</th></tr>'
+        f'<th scope="col">classes</th><th scope="col">test images</th><th scope="col" class="text">{what}</th></tr>'
         f"</thead>\n<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

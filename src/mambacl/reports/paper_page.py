@@ -19,6 +19,14 @@ UNITS = {
     "gflops": "GFLOP",
     "inference_ms": "ms",
 }
+TITLES = {"inference_ms": "inference", "peak_gib": "peak GiB", "parameters": "million parameters"}
+MEASURED = {
+    "minutes": "minutes, ours: training, consolidation and evaluation, on whatever machine it was",
+    "gflops": "GFLOP, ours: of one image; a multiply-add counts as two, the scan is included",
+    "inference_ms": "inference, ours: seconds of evaluation over images evaluated, reading them included",
+    "peak_gib": "peak GiB, ours: of the GPU where there was one, else of the process",
+    "parameters": "million parameters, ours: of the backbone",
+}
 NAMED_ROWS = 6
 CSV_HEAD = ("table", "method", "venue", "runs", "benchmark", "metric", "seeds", "ours", "ours_std", "paper",
             "paper_std", "mark", "source", "difference")  # fmt: skip
@@ -31,8 +39,8 @@ def laid_out(comparison: Comparison) -> Table:
     filled = {key for line in comparison.lines for key in line.ours}
     columns = [Column("method", text=True), *[Column("venue", text=True)] * has_venue, Column("runs", text=True)]
     for benchmark, metric in comparison.keys:
-        title = f"{benchmark} {metric.removesuffix('_ms')}"
-        known, quoted = (benchmark, metric) in filled, benchmark in table.columns
+        title = f"{benchmark} {TITLES.get(metric, metric)}"
+        known, quoted = (benchmark, metric) in filled, (benchmark, metric) in table.keys
         columns += [Column(f"{title} ours")] * known + [Column(f"{title} paper")] * quoted
         columns += [Column(f"{title} difference")] * (known and quoted)
     columns += [Column("complexity", text=True)] * has_complexity
@@ -40,7 +48,7 @@ def laid_out(comparison: Comparison) -> Table:
     for line in comparison.lines:
         row: list[Cell] = [line.name, *[line.venue or None] * has_venue, line.state]
         for key in comparison.keys:
-            known, quoted = key in filled, key[0] in table.columns
+            known, quoted = key in filled, key in table.keys
             row += [_ours(line, key)] * known + [_paper(line.paper(key))] * quoted
             row += [_difference(line, key)] * (known and quoted)
         row += [line.row.complexity if line.row and line.row.complexity else None] * has_complexity
@@ -93,16 +101,12 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(f"accuracy, ours, is {_formula(comparison.names.accuracy)}")
     if "forgetting" in table.metrics:
         notes.append(f"forgetting, ours, is {_formula(comparison.names.forgetting)}")
+    notes += [words for metric, words in MEASURED.items() if any(metric == key[1] for li in lines for key in li.ours)]
     notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours less the paper's")
     notes += _where_from(comparison)
     if any(line.state == "not in mambacl" for line in lines):
-        notes.append("not in mambacl: a method on a ViT, or one that is not there yet; the paper's value stands alone")
-    if table.backbone:
-        for line in lines:
-            used = [run.backbone for run in line.runs if run.backbone != table.backbone and line.row]
-            used = [name for name in dict.fromkeys(used) if not name.startswith("imported")]
-            if used:
-                notes.append(f"{line.name}: on {', '.join(used)}, where the paper has {table.backbone}")
+        notes.append("not in mambacl: a method on another kind of backbone; the paper's value stands alone")
+    notes += _backbones(comparison)
     every = [run for line in lines for run in line.runs]
     tools = dict.fromkeys(str(run.results["imported"]) for run in every if "imported" in run.results)
     if tools:
@@ -115,8 +119,31 @@ def _notes(comparison: Comparison) -> list[str]:
         for benchmark in dict.fromkeys(key[0] for key in line.ours):
             if len(set(line.seeds(benchmark))) < len(line.seeds(benchmark)):
                 notes.append(f"{line.name}, {benchmark}: a seed occurs more than once, so the deviation is too small")
+    notes += comparison.notes
     for run in comparison.left_out:
         notes.append(f"left out, for it is not finished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder}")
+    return notes
+
+
+def _backbones(comparison: Comparison) -> list[str]:
+    """Where ours have another backbone than the paper's, or start from random weights where it does not say so."""
+    table = comparison.table
+    used: dict[str, list[str]] = {}
+    random: list[str] = []
+    for line in comparison.lines:
+        for run in line.runs:
+            if "imported" in run.results or line.row is None:
+                continue
+            if table.backbone and run.backbone != table.backbone and line.name not in used.setdefault(run.backbone, []):
+                used[run.backbone].append(line.name)
+            if run.config.get("pretrained") is False and "pretrained" not in (line.row.run or {}):
+                random.append(run.backbone)
+    notes = []
+    for backbone, names in used.items():
+        which = ", ".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
+        notes.append(f"{which}: on {backbone}, where the paper has {table.backbone}")
+    if random:
+        notes.append(f"ours start from random weights: {', '.join(dict.fromkeys(random))}")
     return notes
 
 
@@ -137,11 +164,12 @@ def _formula(metric: str) -> str:
 
 def _ours(line: Line, key: Key) -> Cell:
     value = line.ours.get(key)
-    return None if value is None else _two(value, key[1])
+    share = f" ({line.shares[key]:.1%})" if key in line.shares else ""
+    return None if value is None else _two(value, key[1]) + share
 
 
 def _two(value: Value, metric: str) -> str:
-    digits = 1 if metric == "minutes" else 2
+    digits = 1 if metric == "minutes" and abs(value.mean) >= 10 else 2
     return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}")
 
 

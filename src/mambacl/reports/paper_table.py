@@ -16,10 +16,13 @@ from mambacl.nullspace.settings import PAPER_KINDS
 from mambacl.paper import PaperTable, Quoted, Row, paper_table
 from mambacl.registry import did_you_mean
 from mambacl.reports.groups import Group, Value, group_runs
+from mambacl.reports.measured import cost
 from mambacl.reports.runs import RunRecord
 
 CLASSES = {"cifar100": 100, "imagenet-r": 200, "domainnet-s200": 200}
 """in each of the paper's data sets"""
+AVERAGE = "average"
+"""the column that is a mean over the others"""
 Key = tuple[str, str]
 
 
@@ -45,6 +48,8 @@ class Line:
     name: str
     row: Row | None = None
     ours: dict[Key, Value] = field(default_factory=dict)
+    shares: dict[Key, float] = field(default_factory=dict)
+    """of what the row is a part or an increase of, where the paper prints that too"""
     runs: list[RunRecord] = field(default_factory=list)
 
     @property
@@ -69,6 +74,8 @@ class Line:
         if self.runs:
             seeds = ", ".join(dict.fromkeys(str(run.seed) for run in self.runs))
             return f"{'imported: ' + ', '.join(tools) + ', ' if tools else ''}seeds {seeds}"
+        if self.ours:
+            return "from the rows above"
         if self.row is None or self.row.source == "derived":
             return "the paper's alone"
         return "no run given" if in_product(self.row) else "not in mambacl"
@@ -83,9 +90,13 @@ class Comparison:
     lines: tuple[Line, ...]
     left_out: tuple[RunRecord, ...]
     """runs that are not finished"""
+    notes: tuple[str, ...] = ()
+    """what a reader should know about the runs as a whole"""
 
 
-def compare_with_paper(name: str, records: Sequence[RunRecord], names: Names | None = None) -> Comparison:
+def compare_with_paper(
+    name: str, records: Sequence[RunRecord], names: Names | None = None, notes: Sequence[str] = ()
+) -> Comparison:
     """The paper's table `name` with the figures of the runs beside its own: mean and sample deviation over seeds."""
     table, names = paper_table(name), names or Names()
     finished = [record for record in records if record.finished]
@@ -96,10 +107,36 @@ def compare_with_paper(name: str, records: Sequence[RunRecord], names: Names | N
     rest = [run for run in finished if not any(matches(row, run) for row in table.rows)]
     for method in dict.fromkeys(run.method for run in rest):
         lines += _lines(method, None, [run for run in rest if run.method == method], table, names)
+    _derive(table, lines)
     benchmarks = dict.fromkeys((*table.columns, *(key[0] for line in lines for key in line.ours)))
-    keys = tuple((benchmark, metric) for benchmark in benchmarks for metric in table.metrics)
+    keys = tuple((benchmark, metric) for benchmark in benchmarks for metric in (*table.metrics, *table.own))
     left_out = tuple(record for record in records if not record.finished)
-    return Comparison(table, names, keys, tuple(lines), left_out)
+    return Comparison(table, names, keys, tuple(lines), left_out, tuple(notes))
+
+
+def _derive(table: PaperTable, lines: Sequence[Line]) -> None:
+    """What the paper computes from the rows above: a mean over benchmarks, the increase, the share of a part."""
+    columns = [name for name in table.columns if name != AVERAGE]
+    for line in lines:
+        every = [line.ours.get((name, "minutes")) for name in columns]
+        if len(columns) < len(table.columns) and all(every):
+            line.ours[AVERAGE, "minutes"] = Value(float(np.mean([value.mean for value in every if value])))
+    for line in lines:
+        row = line.row
+        if row is not None and row.source == "derived":
+            before, after = (_only(lines, method) for method in ("sequential", "mamba-cl"))
+            for key in after.keys() & before.keys():
+                line.ours[key] = Value(after[key].mean - before[key].mean)
+                line.shares[key] = line.ours[key].mean / before[key].mean if before[key].mean else 0.0
+        elif row is not None and row.run is not None and "metric" in row.run:
+            whole = _only(lines, "mamba-cl")
+            line.shares |= {key: value.mean / whole[key].mean for key, value in line.ours.items() if key in whole}
+
+
+def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
+    """The figures of the one whole row of a method; nothing where there are several, which differ by more."""
+    found = [line for line in lines if line.row and line.row.run and dict(line.row.run) == {"method": method}]
+    return found[0].ours if len(found) == 1 else {}
 
 
 def matches(row: Row, run: RunRecord) -> bool:
@@ -148,6 +185,10 @@ def benchmark_of(run: RunRecord) -> str:
         name += f", {stream['train_per_class']} images a class"
     if stream.get("validation"):
         name += ", on held-back training images"
+    if run.scenario != "class":
+        name += f", {run.scenario}-incremental"
+    if run.skipped:
+        name += f", without {len(run.skipped)} unreadable images"
     return name
 
 
@@ -158,12 +199,7 @@ def figure(run: RunRecord, metric: str, names: Names) -> float | None:
         if value is None and "imported" not in run.results and all(run.results["total"]):
             value = METRICS[getattr(names, metric)](run.results["correct"], run.results["total"])
         return None if value is None else 100 * value
-    seconds: Mapping[str, float] = run.results.get("seconds", {})
-    if metric == "minutes":
-        return sum(seconds.values()) / 60 if seconds else None
-    if metric == "decomposition_minutes":
-        return seconds["decomposition"] / 60 if "decomposition" in seconds else None
-    return None
+    return cost(run, metric)
 
 
 def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: Names) -> list[Line]:
@@ -181,7 +217,7 @@ def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTa
                 label = name + (f" ({', '.join(words)})" if words else "") + suffix
                 line = lines.setdefault((kind, suffix), Line(label, row))
                 line.runs += group.runs
-                for metric in table.metrics:
+                for metric in (*table.metrics, *table.own):
                     of = str(row.run.get("metric", metric)) if row and row.run else metric
                     value = _summary(group, lambda run, of=of: figure(run, of, names))  # type: ignore[misc]
                     if value is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mambacl.evaluation import SCENARIOS
 from mambacl.reports import audits, figures, spectra_figures
 from mambacl.reports.families import spectrum_families
 from mambacl.reports.groups import Value, group_runs
@@ -45,7 +46,8 @@ def run_page(record: RunRecord) -> Page:
     training, more = _training(record)
     space, most = _null_space(record)
     audit, rest = _audit(record)
-    sections = [*accuracy, *training, *space, *audit, _classes(record), _table(record), _settings(record)]
+    data = [_classes(record), *_skipped(record)]
+    sections = [*accuracy, *training, *space, *audit, *data, _table(record), _settings(record)]
     return Page(document(title, _header(record, title), sections), (*pictures, *more, *most, *rest))
 
 
@@ -64,10 +66,13 @@ def banner(record: RunRecord, who: str = "This run") -> str:
 
 def _header(record: RunRecord, title: str) -> str:
     entries = [("backbone", record.backbone), ("seed", record.seed), ("tasks", len(record.tasks))]
-    entries.append(("classes", sum(len(task) for task in record.tasks)))
+    entries.append(("classes", len({class_id for task in record.tasks for class_id in task})))
+    entries.append(("scenario", f"{record.scenario}-incremental"))
     setting = record.config.get("setting")
     if isinstance(setting, str):
         entries.append(("setting", setting))
+    if record.skipped:
+        entries.append(("images left out", f"{len(record.skipped):,}"))
     heading = f"<h1>{escaped(title)} {status_mark(record)}</h1>"
     return heading + facts(entries) + banner(record) + (cards(_headline(record)) if record.tasks_done else "")
 
@@ -112,7 +117,7 @@ def _accuracy(record: RunRecord) -> tuple[list[Section], list[Picture]]:
     body = f'<div class="pair">{"".join(picture.html() for picture in pictures)}</div>'
     state = " open" if done <= OPEN_MATRIX else ""
     body += f"<details{state}><summary>The numbers</summary>{matrix_html(record)}</details>"
-    lead = "After each task the model is tested on every task so far, and chooses among all classes seen."
+    lead = f"After each task the model is tested on every task so far, and {SCENARIOS[record.scenario]}."
     sections = [Section("accuracy", "Accuracy", body, lead)]
     if done > 1:
         lost = 100 * record.forgetting_by_task()
@@ -227,12 +232,24 @@ def _mean_share(spectra: Mapping[str, tuple[np.ndarray, int]]) -> float:
 def _classes(record: RunRecord) -> Section:
     order = record.results.get("class_order") or []
     body = class_table(record)
-    if order:
+    if record.domains:
+        names = "\n".join(record.class_name(class_id) for class_id in record.tasks[0])
+        body += copyable("The classes, which all tasks share", names)
+    elif order:
         body += copyable("The class order, as numbers", " ".join(str(class_id) for class_id in order))
     fingerprint = record.stream.get("fingerprint")
     if fingerprint:
         body += f"<p>Fingerprint of the data: <code>{escaped(fingerprint)}</code></p>"
-    return Section("classes", "Classes by task", body)
+    return Section("classes", "Domains by task" if record.domains else "Classes by task", body)
+
+
+def _skipped(record: RunRecord) -> list[Section]:
+    count = len(record.skipped)
+    if not count:
+        return []
+    lead = "Files that could not be read. Figures are comparable only with runs that left out the same ones."
+    words = f"{count:,} {'image' if count == 1 else 'images'}"
+    return [Section("skipped", "Images left out", copyable(words, "\n".join(record.skipped), count <= 20), lead)]
 
 
 def _table(record: RunRecord) -> Section:
@@ -242,6 +259,12 @@ def _table(record: RunRecord) -> Section:
     return Section("table", "Metrics", body)
 
 
+def _step(step: Mapping[str, Any]) -> str:
+    """{"resize": 32, "interpolation": "bicubic"} as 'resize 32, interpolation bicubic'."""
+    parts = {key: _step(value) if isinstance(value, Mapping) else value for key, value in step.items()}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())
+
+
 def _settings(record: RunRecord) -> Section:
     config = record.folder / "config.yaml"
     again = record.folder.with_name(f"{record.folder.name}-again")  # its own folder would show the finished run
@@ -249,6 +272,10 @@ def _settings(record: RunRecord) -> Section:
     body = f"<p>To make this run again:</p><pre class=copy>{escaped(command)}</pre>" if record.config_text else ""
     if record.config_text:
         body += copyable("Resolved configuration (config.yaml)", record.config_text)
+    transforms = record.stream.get("transforms")
+    if isinstance(transforms, Mapping):
+        lines = [f"{name}: {', then '.join(_step(step) for step in steps)}" for name, steps in transforms.items()]
+        body += copyable("What is done to images", "\n".join(lines))
     versions = record.results.get("versions", {})
     if versions:
         body += "<h3>Versions</h3>" + facts([(name, versions[name]) for name in versions])

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mambacl.errors import UserError
+from mambacl.evaluation import SCENARIOS
 from mambacl.tensorfile import ALIAS
 
 SCHEMA = 1
@@ -62,7 +63,18 @@ class RunRecord:
 
     @property
     def benchmark(self) -> str:
-        return str(self.results.get("benchmark", "unknown benchmark"))
+        """With the scenario, where it is not the usual one: figures of two scenarios do not compete."""
+        name = str(self.results.get("benchmark", "unknown benchmark"))
+        return name if self.scenario == "class" else f"{name}, {self.scenario}-incremental"
+
+    @property
+    def scenario(self) -> str:
+        return str(self.results.get("scenario", "class"))
+
+    @property
+    def domains(self) -> list[str]:
+        """Of each task, where the tasks are domains."""
+        return [str(name) for name in self.results.get("domains") or []]
 
     @property
     def seed(self) -> Any:
@@ -118,6 +130,13 @@ class RunRecord:
         """A figure of `results["metrics"]`, as a fraction of one; None where the run has none."""
         value = self.results.get("metrics", {}).get(name)
         return float(value) if isinstance(value, int | float) and np.isfinite(value) else None
+
+    @property
+    def skipped(self) -> list[str]:
+        """Images left out because they could not be read: split, name, what was wrong."""
+        found = self.results.get("skipped")
+        images = found.get("images") if isinstance(found, Mapping) else None
+        return [str(image) for image in images] if isinstance(images, list) else []
 
     def class_name(self, class_id: Any) -> str:
         names = self.results.get("class_names") or []
@@ -201,6 +220,11 @@ def _problem(results: Mapping[str, Any]) -> str | None:
     for name in ("metrics", "seconds", "versions"):
         if not isinstance(results.get(name, {}), Mapping):
             return f"'{name}' is not a mapping"
+    if str(results.get("scenario", "class")) not in SCENARIOS:
+        return f"'scenario' is none of {', '.join(SCENARIOS)}"
+    domains = results.get("domains")
+    if domains is not None and (not isinstance(domains, list) or len(domains) != len(tasks)):
+        return "'domains' does not name one for each task"
     for name in ("class_names", "class_order"):
         if not isinstance(results.get(name) or [], list):
             return f"'{name}' is not a list"

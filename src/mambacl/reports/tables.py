@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from mambacl.evaluation import SCENARIOS
 from mambacl.reports.groups import Group, Value, common_headline, comparable_config, differing_keys, group_runs
 from mambacl.reports.runs import RunRecord
 
@@ -161,6 +162,8 @@ def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmar
     if steps:
         over = "mean over the tasks seen" if headline == "tasks" else "right answers over all test images seen"
         notes.append(f"after t: accuracy after task t, {over}")
+    for scenario in dict.fromkeys(run.scenario for run in runs if run.scenario != "class"):
+        notes.append(f"{scenario}-incremental: the model {SCENARIOS[scenario]}")
     if any(len(group.runs) > 1 for group in groups):
         notes.append("several seeds: mean ± sample standard deviation")
     if any(run.headline != headline for run in runs):

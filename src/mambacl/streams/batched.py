@@ -32,8 +32,9 @@ class BatchedTransforms:
         self.device = device
         self.mean, self.std = on_device(transforms.mean, device), on_device(transforms.std, device)
         self.full = torch.full((), 255.0, device=device)  # a tensor: a GPU divides by it as a CPU does
-        crop = self.augment.transforms[0] if isinstance(self.augment, v2.Compose) else None
-        self.padding = padding_of(crop) if isinstance(crop, v2.RandomCrop) else 0
+        first = self.augment.transforms[0] if isinstance(self.augment, v2.Compose) else None
+        self.padding = padding_of(first) if isinstance(first, v2.RandomCrop) else 0
+        self.bilinear = isinstance(first, v2.AutoAugment) and first.interpolation == InterpolationMode.BILINEAR
 
     def draw(self, rng: np.random.Generator, sizes: NDArray[np.int64]) -> Draws | None:
         """For training on images of these sizes; None where nothing is left to chance."""
@@ -50,7 +51,7 @@ class BatchedTransforms:
         if draws is None:
             return self.evaluate(images)
         if self.crops_itself:
-            images = autoaugment(images, OPS, draws.ops, draws.magnitudes)
+            images = autoaugment(images, OPS, draws.ops, draws.magnitudes, self.bilinear)
             return resized_boxes(images, draws.boxes, self.size, self.cubic)
         return windows(self.evaluate(images), draws.corners, draws.flips, self.size, self.padding)
 

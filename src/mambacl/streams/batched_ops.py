@@ -20,22 +20,32 @@ NONE = -1  # the number of no operation
 
 
 def autoaugment(
-    images: Tensor, names: tuple[str, ...], ops: NDArray[np.int64], magnitudes: NDArray[np.float64]
+    images: Tensor,
+    names: tuple[str, ...],
+    ops: NDArray[np.int64],
+    magnitudes: NDArray[np.float64],
+    bilinear: bool = False,
 ) -> Tensor:
     """One operation after the other: column after column of `ops`, numbers into `names` or NONE, one row an image.
+    `bilinear`: those that move pixels interpolate, else they take the nearest.
 
     An operation runs on the images that drew it only. Both arrays lie on the host, so nothing waits for the device.
     """
     images = images.clone()
     for drawn, magnitude in zip(ops.T, magnitudes.T, strict=True):
-        for places, operation in _groups(names, drawn, magnitude, images.shape[-2], images.shape[-1]):
+        for places, operation in _groups(names, drawn, magnitude, images.shape[-2], images.shape[-1], bilinear):
             chosen = on_device(places, images.device)
             images.index_copy_(0, chosen, operation(images.index_select(0, chosen)))
     return images
 
 
 def _groups(
-    names: tuple[str, ...], drawn: NDArray[np.int64], magnitudes: NDArray[np.float64], height: int, width: int
+    names: tuple[str, ...],
+    drawn: NDArray[np.int64],
+    magnitudes: NDArray[np.float64],
+    height: int,
+    width: int,
+    bilinear: bool,
 ) -> list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]]:
     """Which images an operation is for, and the operation with their magnitudes; all that move pixels are one."""
     groups: list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]] = []
@@ -43,7 +53,7 @@ def _groups(
     if moving.any():
         pairs, which = np.unique(np.stack([drawn[moving], magnitudes[moving]]), axis=1, return_inverse=True)
         matrices = np.array([inverse_matrix(names[int(op)], float(m), height, width) for op, m in pairs.T])
-        groups.append((np.flatnonzero(moving), lambda images: move(images, matrices, which.reshape(-1))))
+        groups.append((np.flatnonzero(moving), lambda images: move(images, matrices, which.reshape(-1), bilinear)))
     for number in np.unique(drawn[~moving & (drawn != NONE)]):
         places = np.flatnonzero(drawn == number)
         groups.append((places, _bound(OPERATIONS[names[number]], magnitudes[places])))
@@ -56,7 +66,7 @@ def _bound(
     return lambda images: operation(images, on_device(magnitudes, images.device).view(-1, 1, 1, 1))
 
 
-# Those that move pixels: the nearest pixel, black where there is none
+# Those that move pixels: the nearest one, or the four around weighted by nearness; black where there is none
 
 
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
@@ -78,24 +88,47 @@ def inverse_matrix(name: str, magnitude: float, height: int, width: int) -> tupl
     return math.cos(angle), math.sin(angle), 0.0, -math.sin(angle), math.cos(angle), 0.0
 
 
-def move(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64]) -> Tensor:
+def move(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64], bilinear: bool = False) -> Tensor:
     """Each image by the matrix that `which` names."""
     height, width = images.shape[-2:]
-    device = images.device
+    column, line = sources(matrices, height, width, images.device)
+    chosen = on_device(which, images.device)
+
+    def pixels(column: Tensor, line: Tensor) -> Tensor:
+        inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
+        index = torch.where(inside, line * width + column, -1).long().flatten(1)
+        return picked(images, index.index_select(0, chosen), height, width)
+
+    if not bilinear:
+        return pixels(column.round().long(), line.round().long())
+    left, upper = column.floor(), line.floor()
+    east, south = column - left, line - upper
+    west, north = 1 - east, 1 - south
+    corners = [(0, 0, west * north), (1, 0, east * north), (0, 1, west * south), (1, 1, east * south)]
+    total: Tensor | None = None
+    for right, down, share in corners:
+        values = pixels((left + right).long(), (upper + down).long())
+        weights = share.index_select(0, chosen).unsqueeze(1)
+        total = values * weights if total is None else _once(values, weights, total)
+    assert total is not None
+    return total.round_().to(torch.uint8)
+
+
+def sources(matrices: NDArray[np.float64], height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each matrix, column and line in the source of each pixel of the result, (matrices, height, width)."""
     rows = on_device(matrices.astype(np.float32), device).view(-1, 2, 3, 1, 1)
     x = torch.arange(width, dtype=torch.float32, device=device) - (width - 1) * 0.5
     y = (torch.arange(height, dtype=torch.float32, device=device) - (height - 1) * 0.5).view(-1, 1)
 
     def source(row: Tensor, size: int) -> Tensor:
-        """In the order, the units and the precision of torchvision's grid: it decides where two pixels are as near."""
+        """In the order, the units and the precision of torchvision's grid: they decide which of two pixels is nearer,
+        and where a grey level is rounded up."""
         scaled = row / (0.5 * torch.full((), size, dtype=torch.float32, device=device))
         place = x * scaled[:, 0] + y * scaled[:, 1] + scaled[:, 2]
-        return ((place + 1) * (size * 0.5) - 0.5).round().long()
+        half, back = (torch.full((), value, dtype=torch.float32, device=device) for value in (size * 0.5, -0.5))
+        return _once(place + 1, half, back)
 
-    column, line = source(rows[:, 0], width), source(rows[:, 1], height)
-    inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
-    index = torch.where(inside, line * width + column, -1).flatten(1)
-    return picked(images, index.index_select(0, on_device(which, device)), height, width)
+    return source(rows[:, 0], width), source(rows[:, 1], height)
 
 
 def picked(images: Tensor, index: Tensor, height: int, width: int) -> Tensor:

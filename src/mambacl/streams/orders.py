@@ -44,26 +44,31 @@ ORDERS: dict[str, tuple[Callable[[int, int], list[int]], int]] = {  # with the s
 
 
 def class_order(
-    order: str | Sequence[int], classes: int, seed: int | None = None, names: Sequence[str] | None = None
+    order: str | Sequence[int],
+    classes: int,
+    seed: int | None = None,
+    names: Sequence[str] | None = None,
+    what: str = "class",
 ) -> list[int]:
     """The classes in the order in which they are learned: by a convention's name, from a file of class numbers or
-    names, or as an explicit list."""
+    names, or as an explicit list. `what` they are called may be something else, such as "domain"."""
     if isinstance(order, str) and is_file(order):
-        order = read_order(Path(order).expanduser(), names or [])
+        order = read_order(Path(order).expanduser(), names or [], what)
     if isinstance(order, str):
         if order not in ORDERS:
             known = ", ".join(ORDERS)
             hint = did_you_mean(order, ORDERS)
             raise UserError(
-                f"There is no class order '{order}'.{hint} Known: {known}, a list of class numbers, or the path of a "
-                "file (.txt) with one class a line."
+                f"There is no {what} order '{order}'.{hint} Known: {known}, a list of {what} numbers, or the path of a "
+                f"file (.txt) with one {what} a line."
             )
         if seed is not None and not 0 <= seed < 2**32:
             raise UserError(f"order_seed must lie between 0 and 2^32 - 1, got {seed}.")
         function, usual = ORDERS[order]
         return function(classes, usual if seed is None else seed)
     if sorted(order) != list(range(classes)):
-        raise UserError(f"A class order lists each of the {classes} classes, 0 to {classes - 1}, exactly once.")
+        several = {"class": "classes"}.get(what, f"{what}s")
+        raise UserError(f"A {what} order lists each of the {classes} {several}, 0 to {classes - 1}, exactly once.")
     return [int(c) for c in order]
 
 
@@ -71,19 +76,21 @@ def is_file(order: str) -> bool:
     return order not in ORDERS and Path(order).expanduser().is_file()
 
 
-def read_order(path: Path, names: Sequence[str]) -> list[int]:
+def read_order(path: Path, names: Sequence[str], what: str = "class") -> list[int]:
     """One class a line, by number or name; empty lines do not count."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The class order {path} cannot be read ({error}): write one class a line, in UTF-8.") from None
+        raise UserError(
+            f"The {what} order {path} cannot be read ({error}): write one {what} a line, in UTF-8."
+        ) from None
     number = {name: position for position, name in enumerate(names)}
     by_name = not all(line.isdecimal() for line in lines) or (bool(number) and all(line in number for line in lines))
     if not by_name:
         return [int(line) for line in lines]
     for line in lines:
         if line not in number:
-            raise UserError(f"The class order {path} names '{line}', which is no class.{did_you_mean(line, names)}")
+            raise UserError(f"The {what} order {path} names '{line}', which is no {what}.{did_you_mean(line, names)}")
     return [number[line] for line in lines]
 
 

@@ -1,7 +1,9 @@
-"""A stream of tasks: the classes of a data set in an order, cut into tasks, as batches for training and evaluation."""
+"""A stream of tasks, the classes of a data set in an order and cut into tasks or its domains one after another, as
+batches for training and evaluation."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from mambacl.datasets.base import DataSet, Images, open_dataset
 from mambacl.errors import UserError
+from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
+from mambacl.streams.domains import domains_in_order, in_several
 from mambacl.streams.orders import class_order, is_file, split_into_tasks
 from mambacl.streams.transforms import TransformConfig, Transforms
 
 Batch = tuple[Tensor, Tensor]
+COVARIANCE_PASS = 1 << 32  # in place of an epoch, where a seed is mixed for the covariances
 
 
 @dataclass(frozen=True)
@@ -32,19 +37,22 @@ class StreamConfig:
     """number of tasks, or the number of classes in each"""
     own_tasks: bool = False
     """the tasks that the data set itself names, as a manifest can, in place of `tasks`"""
+    scenario: Scenario = "class"
+    """class: a test image may be of any class seen; task: the task of a test image is known, and only its classes
+    compete; domain: every domain of the data set is a task, with the same classes"""
     first_task: int | None = None
     """classes in the first task, where the others are of (nearly) equal size"""
     order: str | list[int] = "natural"
     """class order: natural, pilot, mamba-cl, coda-prompt, a list of all class numbers, or a file with one class a
-    line"""
+    line; of domains, their order"""
     order_seed: int | None = None
     """seed of that order; the one its code base starts from if empty"""
     train_per_class: int | None = None
-    """use only the first so many training images of each class"""
+    """use only the first so many training images of each class, in each domain where these are the tasks"""
     validation: float | None = None
     """evaluate on this share of each class's training images, held back from training, and not on the test images"""
     skip_bad: bool = False
-    """leave out images that cannot be read; stream.json names them"""
+    """leave out images that cannot be read; results.json and the report name them"""
     transforms: TransformConfig = field(default_factory=TransformConfig)
     """how images become inputs"""
 
@@ -53,12 +61,25 @@ class StreamConfig:
             object.__setattr__(self, "order", str(Path(self.order).expanduser().absolute()))
         if self.validation is not None and not 0 < self.validation < 1:
             raise UserError(f"validation is a share of the training images between 0 and 1, got {self.validation}.")
+        if self.scenario not in SCENARIOS:
+            raise UserError(f"stream.scenario is one of {', '.join(SCENARIOS)}, got '{self.scenario}'.")
+        if self.by_domain and (self.first_task is not None or isinstance(self.tasks, list)):
+            raise UserError(
+                "With stream.scenario domain each domain is a task with all classes: leave stream.first_task and sizes "
+                "in stream.tasks out."
+            )
+
+    @property
+    def by_domain(self) -> bool:
+        return self.scenario == "domain"
 
 
 class Stream:
     """Labels are positions: class c of the data set has the label `class_order.index(c)`, so that task after task the
-    classifier grows at its end. `seed` fixes the order of the images and their augmentation. Batches lie on `device`
-    where the transforms' engine is the batched one (on a GPU, unless the other is named), else on the CPU."""
+    classifier grows at its end. Where the tasks are domains, each has labels of its own for all classes: the classes'
+    positions, after those of the tasks before. `seed` fixes the order of the images and their augmentation. Batches lie
+    on `device` where the transforms' engine is the batched one (on a GPU, unless the other is named), else on the CPU.
+    """
 
     def __init__(
         self,
@@ -72,13 +93,23 @@ class Stream:
         device: torch.device | str = "cpu",
         first_task: int | None = None,
         validation: float | None = None,
+        scenario: Scenario = "class",
     ) -> None:
         self.dataset, self.transforms, self.seed, self.workers = dataset, transforms, seed, workers
         self.validation = validation  # said in stream.json; the data set has been split already
-        self.class_order, self.tasks = tasks_of(dataset, tasks, order, order_seed, first_task)
-        self._label = np.argsort(self.class_order)  # class number -> label
-        self._train = _by_task(dataset.train.labels, self.tasks, self._label)
-        self._test = _by_task(dataset.test.labels, self.tasks, self._label)
+        self.scenario, self.domains = scenario, None
+        if scenario == "domain":
+            self.domains = domains_in_order(dataset, order, order_seed)
+            self.class_order = list(range(len(dataset.class_names)))
+            self.tasks = [list(self.class_order) for _ in self.domains.names]
+        else:
+            self.class_order, self.tasks = tasks_of(dataset, tasks, order, order_seed, first_task)
+        place = np.argsort(self.class_order)  # of each class
+        self._train_labels, self._test_labels = place[dataset.train.labels], place[dataset.test.labels]
+        if self.domains is not None:
+            self._train_labels = self._train_labels + len(place) * self.domains.train
+            self._test_labels = self._test_labels + len(place) * self.domains.test
+        self._train, self._test = (_by_task(part, self.tasks) for part in (self._train_labels, self._test_labels))
         device = torch.device(device)
         self._batched: BatchedTransforms | None = None
         if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
@@ -100,13 +131,22 @@ class Stream:
         if self._batched is not None:
             return self._train_blocks(task, positions % len(indices), batch_size, mixed(self.seed, task, epoch, 1))
         picks = [(int(indices[p % len(indices)]), mixed(self.seed, task, epoch, int(p))) for p in positions]
-        return self._loader(self.dataset.train, picks, batch_size)
+        return self._loader(self.dataset.train, self._train_labels, picks, batch_size)
 
     def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
-        """The task's training images as in evaluation, in the order of the data set: for the covariances."""
+        """The task's training images in the order of the data set, as in evaluation unless the configuration has
+        another transform for the covariances, whose images these are."""
+        transforms = self.transforms.covariance
+        chance = transforms.augment is not None
         if self._batched is not None:
-            return self._train_blocks(task, np.arange(self.train_count(task)), batch_size, None)
-        return self._loader(self.dataset.train, [(int(i), None) for i in self._train[task]], batch_size)
+            seed = mixed(self.seed, task, COVARIANCE_PASS) if chance else None
+            blocks = self._train_blocks(task, np.arange(self.train_count(task)), batch_size, seed)
+            return replace(blocks, transforms=BatchedTransforms(transforms, self._batched.device))
+        picks = [
+            (int(i), mixed(self.seed, task, COVARIANCE_PASS, place) if chance else None)
+            for place, i in enumerate(self._train[task])
+        ]
+        return self._loader(self.dataset.train, self._train_labels, picks, batch_size, transforms)
 
     def some_images(self, task: int, count: int) -> torch.Tensor:
         """So many of the task's training images, from all over it, as in evaluation."""
@@ -115,30 +155,38 @@ class Stream:
         if self._batched is not None:
             [(images, _)] = self._train_blocks(task, chosen, len(chosen), None)
             return images
-        [(images, _)] = self._loader(self.dataset.train, [(int(i), None) for i in indices[chosen]], len(chosen))
+        picks = [(int(i), None) for i in indices[chosen]]
+        [(images, _)] = self._loader(self.dataset.train, self._train_labels, picks, len(chosen))
         return images
 
     def test_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
         if self._batched is not None:
-            images, indices = self.dataset.test, self._test[task]
-            decoded = self._shelf.test(task, images, indices)
-            labels = self._label[images.labels[indices]]
+            indices = self._test[task]
+            decoded = self._shelf.test(task, self.dataset.test, indices)
+            labels = self._test_labels[indices]
             return BatchedBatches(self._batched, decoded, np.arange(len(indices)), labels, batch_size, None)
-        return self._loader(self.dataset.test, [(int(i), None) for i in self._test[task]], batch_size)
+        picks = [(int(i), None) for i in self._test[task]]
+        return self._loader(self.dataset.test, self._test_labels, picks, batch_size)
 
     def _train_blocks(self, task: int, places: NDArray[np.int64], batch_size: int, seed: int | None) -> BatchedBatches:
         """Of the task's training images those at `places`, in blocks on the device."""
         assert self._batched is not None
-        images, indices = self.dataset.train, self._train[task]
-        labels = self._label[images.labels[indices[places]]]
-        decoded = self._shelf.train(task, images, indices)
-        return BatchedBatches(self._batched, decoded, places, labels, batch_size, seed)
+        indices = self._train[task]
+        decoded = self._shelf.train(task, self.dataset.train, indices)
+        return BatchedBatches(self._batched, decoded, places, self._train_labels[indices[places]], batch_size, seed)
 
     def _order(self, task: int, epoch: int, count: int) -> NDArray[np.int64]:
         return np.random.Generator(np.random.PCG64([self.seed, task, epoch])).permutation(count)
 
-    def _loader(self, images: Images, picks: Sequence["Pick"], batch_size: int) -> Iterable[Batch]:
-        view = _View(images, self._label, self.transforms)
+    def _loader(
+        self,
+        images: Images,
+        labels: NDArray[np.int64],
+        picks: Sequence["Pick"],
+        batch_size: int,
+        transforms: Transforms | None = None,
+    ) -> Iterable[Batch]:
+        view = _View(images, labels, transforms or self.transforms)
         batches = [list(picks[i : i + batch_size]) for i in range(0, len(picks), batch_size)]
         if self.workers == 0:
             return _Direct(view, batches)
@@ -148,6 +196,10 @@ class Stream:
         """What identifies the stream, for stream.json and results.json."""
         names = self.dataset.class_names
         said: dict[str, Any] = {}
+        if self.scenario != "class":
+            said["scenario"] = self.scenario
+        if self.domains is not None:
+            said["domains"] = self.domains.names
         if self.validation is not None:
             said["validation"] = self.validation
         if self.dataset.skipped:
@@ -159,9 +211,20 @@ class Stream:
             "tasks": self.tasks,
             "train": [self.train_count(t) for t in range(len(self.tasks))],
             "test": self.test_counts(),
-            "fingerprint": self.dataset.fingerprint(),
+            "fingerprint": self._fingerprint(),
+            "transforms": self.transforms.describe(),
             **said,
         }
+
+    def _fingerprint(self) -> str:
+        """The data set's; where the tasks are domains, it changes with them as well."""
+        fingerprint = self.dataset.fingerprint()
+        if self.domains is None:
+            return fingerprint
+        content = hashlib.sha256(fingerprint.encode())
+        for numbers in (self.domains.train, self.domains.test):
+            content.update(numbers.astype("<i8").tobytes())
+        return content.hexdigest()
 
 
 def tasks_of(
@@ -174,6 +237,8 @@ def tasks_of(
     """The order of the classes, and those of each task."""
     if isinstance(tasks, str):
         if dataset.tasks is None:
+            if dataset.domains is not None and (found := in_several(dataset, dataset.domains)):
+                raise UserError(f"{found}: give each class one task, or set stream.scenario to domain.")
             raise UserError(f"The data set {dataset.name} names no tasks of its own: give stream.tasks a number.")
         if order != "natural" or first_task is not None:
             raise UserError("The data set's own tasks keep their order: leave stream.order and first_task out.")
@@ -182,12 +247,10 @@ def tasks_of(
     return classes, split_into_tasks(classes, tasks, first_task)
 
 
-def _by_task(
-    labels: NDArray[np.int64], tasks: Sequence[Sequence[int]], label: NDArray[np.int64]
-) -> list[NDArray[np.int64]]:
+def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
     """Numbers of each task's images, in the order of the data set."""
     ends = np.cumsum([len(task) for task in tasks])
-    which = np.searchsorted(ends, label[labels], side="right")
+    which = np.searchsorted(ends, labels, side="right")
     counts = np.bincount(which, minlength=len(tasks))
     return np.split(np.argsort(which, kind="stable"), np.cumsum(counts)[:-1])
 
@@ -198,8 +261,8 @@ Pick = tuple[int, int | None]  # an image's index, and its augmentation's seed (
 class _View(Dataset[Any]):
     """Batches by picks, in whichever process the loader runs."""
 
-    def __init__(self, images: Images, label: NDArray[np.int64], transforms: Transforms) -> None:
-        self.images, self.label, self.transforms = images, label, transforms
+    def __init__(self, images: Images, labels: NDArray[np.int64], transforms: Transforms) -> None:
+        self.images, self.labels, self.transforms = images, labels, transforms
 
     def __getitems__(self, picks: Sequence[Pick]) -> Batch:
         transforms = self.transforms
@@ -207,7 +270,7 @@ class _View(Dataset[Any]):
         for index, seed in picks:
             image = self.images.image(index)
             pixels.append(transforms.evaluate(image) if seed is None else transforms.train(image, seed))
-        labels = self.label[self.images.labels[[index for index, _ in picks]]]
+        labels = self.labels[[index for index, _ in picks]]
         return transforms.normalize(torch.stack(pixels)), torch.from_numpy(labels)
 
 
@@ -260,6 +323,16 @@ def mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
+def open_data(config: StreamConfig) -> DataSet:
+    """The images that a configuration names: those to train with and those to evaluate on."""
+    dataset = open_dataset(config.dataset, config.root, config.skip_bad)
+    if config.by_domain:
+        domains_in_order(dataset)  # says what is wrong with them before anything is held back
+    if config.validation is not None:
+        dataset = dataset.with_validation(config.validation, config.by_domain)
+    return dataset.limited(config.train_per_class, config.by_domain)
+
+
 def open_stream(
     config: StreamConfig,
     image_size: int,
@@ -272,12 +345,8 @@ def open_stream(
     """The stream that a configuration names; `image_size`, `mean`, `std` and `device` are the backbone's."""
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
-    dataset = open_dataset(config.dataset, config.root, config.skip_bad)
-    if config.validation is not None:
-        dataset = dataset.with_validation(config.validation)
-    dataset = dataset.limited(config.train_per_class)
     return Stream(
-        dataset,
+        open_data(config),
         Transforms(config.transforms, image_size, mean, std),
         "own" if config.own_tasks else config.tasks,
         config.order,
@@ -287,4 +356,5 @@ def open_stream(
         device,
         config.first_task,
         config.validation,
+        config.scenario,
     )

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -15,7 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics, count_correct
+from mambacl.evaluation import (
+    Scenario,
+    accuracy_over_images,
+    accuracy_over_tasks,
+    all_metrics,
+    count_correct,
+    right,
+)
 from mambacl.methods import Method, Task
 from mambacl.training import auditing, checkpoints
 from mambacl.training.background import Background
@@ -24,7 +32,7 @@ from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
 from mambacl.training.recipe import Recipe
 from mambacl.training.schedule import lr_factor
-from mambacl.training.step import TrainingStep
+from mambacl.training.step import Recorder, TrainingStep
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -60,15 +68,18 @@ class Loop:
         seed: int = 0,
         audit_images: int = 0,
         fast: bool = True,
+        scenario: Scenario = "class",
     ) -> None:
         """`header`: what results.json says about the run besides what the loop finds out; `fast`: whether steps may be
-        recorded."""
+        recorded; `scenario`: what the answer to a test image is chosen from."""
+        self.scenario = scenario
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
         self.display, self.header, self.device, self.bf16, self.seed = display, header, device, bf16, seed
         self.position = Position()
         self.optimizer: torch.optim.Optimizer | None = None
         self.step: TrainingStep | None = None
+        self.recorder = Recorder(device)
         self.background = Background(fast and device.type == "cuda")
         self.names: list[str] = []
 
@@ -144,7 +155,7 @@ class Loop:
     def _new_step(self) -> None:
         assert self.optimizer is not None
         graphs = self.fast and self.method.recordable
-        self.step = TrainingStep(self.method, self.optimizer, self.device, self._autocast(), graphs)
+        self.step = TrainingStep(self.method, self.optimizer, self.device, self._autocast(), graphs, self.recorder)
 
     # The end of a task
 
@@ -181,8 +192,12 @@ class Loop:
             with self._autocast():
                 return self.method.predict(images)
 
-        size = self.recipe.eval_batch_size
-        return [count_correct(predict, self.stream.test_batches(j, size), self.device) for j in range(task + 1)]
+        sizes, batch = [len(classes) for classes in self.stream.tasks], self.recipe.eval_batch_size
+        counts = []
+        for j in range(task + 1):
+            rule = partial(right, scenario=self.scenario, sizes=sizes, task=j)
+            counts.append(count_correct(predict, self.stream.test_batches(j, batch), self.device, rule))
+        return counts
 
     # Keeping
 
@@ -232,7 +247,7 @@ class Loop:
     def results(self, status: str) -> dict[str, Any]:
         position, total = self.position, self.stream.test_counts()
         position.peak_memory = max(position.peak_memory, peak_memory(self.device))
-        seconds = {phase: position.seconds.get(phase, 0.0) for phase in PHASES}
+        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may have phases of its own
         return {
             "schema": 1,
             "status": status,

@@ -21,6 +21,7 @@ from mambacl.backbones.loading import HEADS, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
+from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
 from mambacl.streams import Stream, open_stream
@@ -44,21 +45,29 @@ class Run:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Right test images of each task: counted now, and as the run recorded them; and the number of test images."""
+    """Right test images of each task: counted now, and as the run recorded them; the number of test images; and the
+    scenarios of the two."""
 
     counted: list[int]
     recorded: list[int]
     total: list[int]
+    scenario: Scenario = "class"
+    recorded_scenario: Scenario = "class"
 
 
 def train(
-    config: str | Path | Mapping[str, Any] | RunConfig | None = None, *, overwrite: bool = False, **overrides: Any
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    overwrite: bool = False,
+    loop: type[Loop] = Loop,
+    **overrides: Any,
 ) -> Run:
     """Trains a run and returns it: a preset's name, a YAML file, a mapping or a `RunConfig`, with overrides.
 
         mambacl.train("demo", method="sequential", training={"lr": 1e-3}, out="runs/mine")
 
-    A folder with the same run in it is continued, or, when finished, returned as it is; `overwrite` trains anew.
+    A folder with the same run in it is continued, or, when finished, returned as it is; `overwrite` trains anew. `loop`
+    is a `Loop` that does more, such as to measure something after each task.
     """
     resolved = resolve(config, overrides)
     folder = RunFolder(resolved.folder)
@@ -70,8 +79,8 @@ def train(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
             )
-        return _continue(folder, resolved)
-    parts = _build(resolved)  # fails before anything is written or removed
+        return _continue(folder, resolved, loop)
+    parts = _build(resolved, loop=loop)  # fails before anything is written or removed
     parts.stream.dataset.check()
     with folder.locked():
         folder.clear()
@@ -90,7 +99,7 @@ def _on_device(config: RunConfig, device: str | None) -> RunConfig:
     return config if device is None else dataclasses.replace(config, device=device)
 
 
-def _continue(folder: RunFolder, config: RunConfig) -> Run:
+def _continue(folder: RunFolder, config: RunConfig, loop: type[Loop] = Loop) -> Run:
     results = folder.results()
     if results.get("status") == "finished":
         logger.info("%s is finished and shown as it is; overwrite (--overwrite) trains it again.", folder.path)
@@ -98,7 +107,7 @@ def _continue(folder: RunFolder, config: RunConfig) -> Run:
     with folder.locked():
         folder.clear_covariances()
         started = (folder.checkpoints / checkpoints.BACKBONE).exists()
-        parts = _build(config, folder if started else None)
+        parts = _build(config, folder if started else None, loop)
         _check_stream(folder, parts.stream)
         if not started:
             folder.checkpoints.mkdir(exist_ok=True)
@@ -110,20 +119,40 @@ def _continue(folder: RunFolder, config: RunConfig) -> Run:
         return _work(folder, parts, checkpoint)
 
 
-def evaluate(path: str | Path, batch_size: int | None = None, device: str | None = None) -> Evaluation:
+def evaluate(
+    path: str | Path, batch_size: int | None = None, device: str | None = None, scenario: Scenario | None = None
+) -> Evaluation:
     """Evaluates a run as it was at the end of its latest task, over all tasks learned by then; its files stay as they
     are.
 
-    `batch_size` changes nothing but the speed.
+    `batch_size` changes nothing but the speed. `scenario` is the run's own, unless another is named: of tasks with
+    classes of their own "class" or "task", of domains "task" or "domain".
     """
     folder = RunFolder.existing(path)
     config = _on_device(folder.config(), device)
+    chosen = _possible(scenario, config.stream.scenario)
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
     parts, checkpoint = _at_task_end(folder, config)
+    loop = parts.loop(folder)
+    loop.scenario = chosen
     with _arithmetic(config):
-        counted = parts.loop(folder).evaluate(checkpoint.position.task - 1)
-    return Evaluation(counted, checkpoint.position.correct[-1], parts.stream.test_counts()[: len(counted)])
+        counted = loop.evaluate(checkpoint.position.task - 1)
+    total = parts.stream.test_counts()[: len(counted)]
+    return Evaluation(counted, checkpoint.position.correct[-1], total, chosen, config.stream.scenario)
+
+
+def _possible(scenario: Scenario | None, own: Scenario) -> Scenario:
+    """The scenario to evaluate a run in."""
+    if scenario is None:
+        return own
+    possible = ("task", "domain") if own == "domain" else ("class", "task")
+    if scenario not in possible:
+        raise UserError(
+            f"A run in the scenario {own} can be evaluated in the scenarios {' and '.join(possible)}, not in "
+            f"'{scenario}': that needs a run of its own (--stream.scenario)."
+        )
+    return scenario
 
 
 def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
@@ -131,15 +160,13 @@ def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
     the images that were kept has moved, and how much of each update fell into protected directions."""
     folder = RunFolder.existing(path)
     config = _on_device(folder.config(), device)
-    parts, checkpoint = _at_task_end(folder, config)
-    if checkpoint.task_state:
-        parts.method.load_task_state_dict(checkpoint.task_state)
+    parts, checkpoint = _at_task_end(folder, config, whole=True)
     with _arithmetic(config):
         return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
 
 
-def _at_task_end(folder: RunFolder, config: RunConfig) -> tuple["_Parts", checkpoints.Checkpoint]:
-    """A run's parts as they were at the end of its latest task."""
+def _at_task_end(folder: RunFolder, config: RunConfig, whole: bool = False) -> tuple["_Parts", checkpoints.Checkpoint]:
+    """A run's parts as they were at the end of its latest task; `whole`, with what only training needs."""
     checkpoint = checkpoints.load_task_end(folder)
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
@@ -147,6 +174,8 @@ def _at_task_end(folder: RunFolder, config: RunConfig) -> tuple["_Parts", checkp
     _check_stream(folder, parts.stream)
     try:
         parts.method.load_state_dict(checkpoint.method_state)
+        if checkpoint.task_state and (whole or parts.method.needs_task_state):
+            parts.method.load_task_state_dict(checkpoint.task_state)
     except (KeyError, RuntimeError):
         raise UserError(f"The checkpoint of {folder.path} does not fit its config.yaml: was it edited?") from None
     return parts, checkpoint
@@ -159,6 +188,7 @@ class _Parts:
     stream: Stream
     method: Method
     device: torch.device
+    loop_class: type[Loop]
 
     def overview(self) -> str:
         """What is about to be learned, and what a reader should know about it."""
@@ -166,10 +196,13 @@ class _Parts:
         tasks, size = stream.tasks, stream.transforms.size
         images = f"{len(stream.dataset.train.labels)} training and {len(stream.dataset.test.labels)} test images"
         first = ", ".join(stream.dataset.class_names[c] for c in tasks[0][:6]) + (", ..." if len(tasks[0]) > 6 else "")
-        lines = [
-            f"{stream.dataset.name}: {len(stream.class_order)} classes in {len(tasks)} tasks (first: {first}), "
-            f"{images}, {size} px, on {self.device}"
-        ]
+        those = f"{len(tasks)} tasks (first: {first})"
+        if stream.domains is not None:
+            those = f"each of {len(tasks)} domains ({', '.join(stream.domains.names)})"
+        classes = f"{len(stream.class_order)} classes in {those}"
+        lines = [f"{stream.dataset.name}: {classes}, {images}, {size} px, on {self.device}"]
+        if stream.scenario != "class":
+            lines.append(f"Evaluation is {stream.scenario}-incremental: the model {SCENARIOS[stream.scenario]}.")
         if self.config.pretrained is False:
             lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE starts from others).")
         if min(len(task) for task in tasks) == 1:
@@ -198,15 +231,20 @@ class _Parts:
             "class_names": self.stream.dataset.class_names,
             "class_order": self.stream.class_order,
             "tasks": self.stream.tasks,
+            "scenario": self.stream.scenario,
         }
+        if self.stream.domains is not None:
+            header["domains"] = self.stream.domains.names
+        if skipped := self.stream.dataset.skipped:
+            header["skipped"] = {"count": len(skipped), "images": list(skipped)}
         bf16 = config.precision == "bf16"
-        return Loop(
+        return self.loop_class(
             self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed,
-            config.audit_images, config.fast,
+            config.audit_images, config.fast, self.stream.scenario,
         )  # fmt: skip
 
 
-def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
+def _build(config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] = Loop) -> _Parts:
     """Model, stream and method; the model as `folder` has it, or as it is before any training."""
     method_class = METHODS.get(config.method)
     device = pick_device(config.device)
@@ -236,7 +274,7 @@ def _build(config: RunConfig, folder: RunFolder | None = None) -> _Parts:
         classifier = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
     setup = Setup(config.nullspace, warm, config.seed, config.options, classifier, config.folder / "checkpoints")
     method = method_class(model.to(device), setup)
-    return _Parts(config, model, stream, method, device)
+    return _Parts(config, model, stream, method, device, loop)
 
 
 def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
@@ -312,7 +350,9 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
 
 def _check_stream(folder: RunFolder, stream: Stream) -> None:
     saved, now = folder.stream(), stream.describe()
-    differing = [key for key in now if key != "dataset" and saved.get(key) != now[key]]  # the folder's name is free
+    # the folder's name; what follows from config.yaml and the backbone; words about images that the others do not count
+    free = ("dataset", "transforms", "skipped")
+    differing = [key for key in now if key not in free and saved.get(key) != now[key]]
     if differing:
         raise UserError(
             f"The data are not those that {folder.path} was trained on (stream.json differs in {differing[0]}): "
@@ -333,9 +373,9 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def _arithmetic(config: RunConfig) -> Iterator[None]:
-    """How a run computes: with kernels or their plain twins, with or without TF32."""
+    """How a run computes: with kernels or their plain twins, with or without TF32, which is more than bf16 has."""
     before = torch.get_float32_matmul_precision()
-    if config.precision == "tf32":
+    if config.precision != "float32":
         torch.set_float32_matmul_precision("high")
     try:
         with nullcontext() if config.fast else fused.switch.plain():
