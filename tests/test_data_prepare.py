@@ -116,6 +116,17 @@ def test_a_file_of_the_users_is_not_overwritten(store: Path, tmp_path: Path) -> 
     assert mine.read_bytes() == b"mine" and len(list((tmp_path / "root" / "imagenet-r").rglob("*.jpg"))) == 1
 
 
+def test_a_link_to_nothing_is_not_replaced(store: Path, tmp_path: Path) -> None:
+    for name in ("imagenet-r/n01/a 2.jpg", "lists/imagenet_r_val.txt"):
+        root = tmp_path / name.replace("/", " ")
+        mine = root / name
+        mine.parent.mkdir(parents=True)
+        mine.symlink_to("away")
+        with pytest.raises(UserError, match="is a link to nothing"):
+            prepare("imagenet-r", root, [store], store)
+        assert mine.is_symlink() and not list(root.rglob("a 1.jpg"))
+
+
 @needs_lists
 def test_the_public_lists_are_taken_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tar(tmp_path / "empty.tar", {"imagenet-r/README.txt": b"images"})

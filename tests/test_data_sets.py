@@ -1,9 +1,11 @@
 """The public data sets and users' own: counts, classes and layouts."""
 
 import gzip
+import hashlib
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from data_help import LISTS, MEAN, SHARED, STD, make_tree, needs_lists, picture,
 from PIL import UnidentifiedImageError
 
 from mambacl.cli import main
-from mambacl.datasets import DATASETS, SOURCES, DataSet, FileImages, from_huggingface, open_dataset
+from mambacl.datasets import DATASETS, SOURCES, DataSet, FileImages, from_huggingface, open_dataset, prepare
 from mambacl.datasets import huggingface as huggingface_module
 from mambacl.datasets import manifest as manifest_module
 from mambacl.datasets.listed import listed, parse_list
@@ -160,6 +162,9 @@ def test_tiny_imagenet_in_its_official_layout(tmp_path: Path) -> None:
     (tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn03\t0\t0\t1\t1\n")
     with pytest.raises(UserError, match="'n03', which has no folder"):
         open_dataset("tiny-imagenet", tmp_path)
+    (tmp_path / "tiny-imagenet-200" / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\n\nval_1.JPEG n02\n")
+    with pytest.raises(UserError, match=r"the line 'val_1\.JPEG n02', not FILE, tab, CLASS"):
+        open_dataset("tiny-imagenet", tmp_path)
     with pytest.raises(UserError, match="data prepare tiny-imagenet"):
         open_dataset("tiny-imagenet", tmp_path / "elsewhere")
 
@@ -200,6 +205,35 @@ def test_fashion_mnist_from_idx_files(tmp_path: Path) -> None:
         open_dataset("fashion-mnist", tmp_path)
     with pytest.raises(UserError, match="data prepare fashion-mnist"):
         open_dataset("fashion-mnist", tmp_path / "elsewhere")
+
+
+def test_digits_are_no_fashion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of MNIST have the same names, sizes and counts: only their checksums tell."""
+    for part in ("train", "t10k"):
+        images, labels = np.zeros((10, 28, 28), dtype=np.uint8), np.arange(10, dtype=np.uint8)
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+    monkeypatch.setitem(SOURCES, "fashion-mnist", replace(SOURCES["fashion-mnist"], train=10, test=10))
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz is not .*move it away"):
+        prepare("fashion-mnist", tmp_path)
+    assert main(["data", "check", "fashion-mnist", "--root", str(tmp_path)]) == 1
+    assert "4 of the files are not those of the public data set" in capsys.readouterr().out
+    public = SOURCES["fashion-mnist"].downloads
+    held = [gzip.decompress((tmp_path / one.name).read_bytes()) for one in public]
+    downloads = tuple(  # compressed otherwise than the public files, or not at all, the content counts
+        replace(one, content=f"sha256:{hashlib.sha256(data).hexdigest()}")
+        for one, data in zip(public, held, strict=True)
+    )
+    monkeypatch.setitem(SOURCES, "fashion-mnist", replace(SOURCES["fashion-mnist"], downloads=downloads))
+    plain = tmp_path / "train-images-idx3-ubyte"
+    plain.write_bytes(gzip.decompress((tmp_path / "train-images-idx3-ubyte.gz").read_bytes()))
+    (tmp_path / "train-images-idx3-ubyte.gz").unlink()
+    assert len(prepare("fashion-mnist", tmp_path).train.labels) == 10
+    plain.write_bytes(plain.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="train-images-idx3-ubyte is not"):
+        prepare("fashion-mnist", tmp_path)
 
 
 # Manifests

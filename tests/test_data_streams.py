@@ -5,7 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_help import MEAN, STD, make_tree
+from small_run import CONFIG
 
+import mambacl
+from mambacl.cli import main
 from mambacl.config import resolve
 from mambacl.datasets import FileImages, open_dataset
 from mambacl.errors import UserError
@@ -59,6 +62,16 @@ def test_an_order_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         class_order("numbers.txt", 4, names=["a", "b", "c", "d"])
     config = resolve("demo", {"stream.order": "numbers.txt"})
     assert config.stream.order == str(tmp_path / "numbers.txt")  # a run can be continued from any folder
+
+
+def test_a_run_has_its_order_when_the_file_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "order.txt"
+    file.write_text("\n".join(map(str, range(9, -1, -1))))
+    mambacl.train(CONFIG, method="frozen", out=tmp_path / "run", stream={"order": str(file)})
+    file.unlink()
+    again = mambacl.evaluate(tmp_path / "run")
+    assert again.counted == again.recorded
+    assert main(["data", "show", str(tmp_path / "run"), "--out", str(tmp_path / "tasks.png")]) == 0
 
 
 def test_validation_images_come_from_training_only(tmp_path: Path) -> None:

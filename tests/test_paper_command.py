@@ -111,7 +111,7 @@ def test_designs_share_their_runs(tmp_path: Path) -> None:
     seen: dict[str, tuple[Any, ...]] = {}
     for name in DESIGNS:
         for run in planned(name, "nano"):
-            said = (run.method, run.benchmark, json.dumps(run.varied, sort_keys=True), run.losses)
+            said = (runner.run_config(run, tmp_path, None, {}), run.losses)
             assert seen.setdefault(run.key, said) == said
     assert RUN.format("mamba-cl") in seen and len(seen) < sum(len(planned(name, "nano")) for name in DESIGNS)
 
@@ -144,8 +144,13 @@ def test_seeds_have_their_own_class_orders(tmp_path: Path) -> None:
 def test_what_a_design_varies_goes_before_what_is_given(tmp_path: Path) -> None:
     given = {"nullspace": {"eta": 0.5}, "training": {"passes": 7}}
     configs = [runner.run_config(run, tmp_path, None, given) for run in planned("eta", "nano")]
-    assert [config.nullspace.eta for config in configs] == [1.0, 0.5, 0.90, 0.85]
+    assert [config.nullspace.eta for config in configs] == [1.0, 0.95, 0.90, 0.85]
     assert {config.training.passes for config in configs} == {7}
+    given = {"nullspace": {"blocks": 2, "out": {"projected": False}}}
+    configs = [runner.run_config(run, tmp_path, None, given) for run in planned("blocks", "nano")]
+    assert [config.nullspace.blocks for config in configs] == [1, 3, 6, 9, None]
+    configs = [runner.run_config(run, tmp_path, None, given) for run in planned("ablation", "nano")[1:]]
+    assert [config.nullspace.out.projected for config in configs] == [True] * 4 + [False] + [True] * 2
 
 
 def test_the_paper_scale_looks_for_each_data_set_in_its_own_folder(tmp_path: Path) -> None:
@@ -262,6 +267,7 @@ def test_without_runs_the_papers_values_stand_alone(name: str, tmp_path: Path) -
         (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. The runs: fashion-mnist"),
         (["eta", "--scale", "nano", "--method", "ease"], "sets --method itself"),
         (["eta", "--scale", "nano", "--stream.tasks", "2"], "sets --stream.tasks itself"),
+        (["pretraining", "--scale", "nano", "--pretrained", "false"], "pretraining sets --pretrained itself"),
         (["eta", "--scale", "nano", "--lr", "1"], "There is no option '--lr'. Did you mean '--training.lr'?"),
         (["eta", "--scale", "nano", "--training.passes", "x"], "training.passes takes"),
     ],

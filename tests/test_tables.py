@@ -158,6 +158,15 @@ def test_seeds_are_those_of_the_benchmark_and_each_once(tmp_path: Path) -> None:
     assert any("Mamba-CL, cifar100-10: a seed occurs more than once" in note for note in notes)
 
 
+def test_another_way_of_training_is_said(seeds: list[RunRecord], tmp_path: Path) -> None:
+    def said(runs: list[RunRecord]) -> list[str]:
+        return [note for note in laid_out(compare_with_paper("main", runs)).notes if "as the paper says" in note]
+
+    assert not said([*seeds, make_run(tmp_path / "same", training={"passes": 50, "lr": 2e-4, "workers": 4})])
+    changed = make_run(tmp_path / "b", method="sequential", recipe="public-code", training={"passes": 5, "lr": 2e-4})
+    assert said([changed]) == ["Mamba-Seq: ours not trained as the paper says: recipe public-code, passes 5"]
+
+
 def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path: Path) -> None:
     compared = compare_with_paper("main", [make_run(tmp_path / "open", status="running")])
     assert not any(line.ours for line in compared.lines)
@@ -183,6 +192,9 @@ def test_the_ablation_goes_by_what_is_projected(tmp_path: Path) -> None:
     found = [line.ours["cifar100-10", "accuracy"].mean for line in lines]
     assert found == pytest.approx([60, 70, 71, 72, 73, 74, 75, 76])
     assert projections(make_run(tmp_path / "other", method="frozen")) is None
+    fixed = make_run(tmp_path / "fixed", nullspace={"A": {"trains": False, "projected": True}})
+    assert projections(fixed) is None  # the paper trains all five
+    assert [line.name for line in compare_with_paper("ablation", [fixed]).lines if line.ours] == ["mamba-cl"]
 
 
 def test_variants_go_by_backbone_and_scratch_by_the_weights(tmp_path: Path) -> None:

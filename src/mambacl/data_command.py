@@ -79,16 +79,23 @@ def _prepare(given: Namespace) -> int:
 
 def _check(given: Namespace) -> int:
     from mambacl.datasets import DATASETS, check_dataset
+    from mambacl.datasets.checking import Finding
+    from mambacl.datasets.preparing import not_public
 
     if given.limit < 0:
         raise UserError(f"--limit must not be negative, got {given.limit}.")
     dataset = DATASETS.get(given.name)(None if given.root is None else Path(given.root).expanduser())
     config = _changed(None, given)
     named = config.own_tasks or given.tasks or config.by_domain
+    if not named and not (given.order is given.order_seed is given.first_task is None):
+        raise UserError("--order, --order-seed and --first-task say which classes a task has: add --tasks.")
     tasks, domains = _tasks(dataset, config) if named else (None, None)
     if domains is not None:
         dataset, tasks = dataclasses.replace(dataset, tasks=None, domains=domains), None
     report = check_dataset(dataset, given.name, tasks)
+    if given.root is not None and (changed := not_public(given.name, given.root)):
+        what = f"{len(changed)} of the files {'is' if len(changed) == 1 else 'are'} not those of the public data set"
+        report.findings.append(Finding(what, "move them away and prepare it again", changed))
     print("\n".join(report.lines(given.limit, given.classes)))
     if given.json is not None:
         content = {
@@ -107,8 +114,8 @@ def _show(given: Namespace) -> int:
     from mambacl.evaluation import SCENARIOS
     from mambacl.streams import open_data
 
-    if given.images < 1:
-        raise UserError(f"--images must be at least 1, got {given.images}.")
+    if not 1 <= given.images <= 100:
+        raise UserError(f"--images must be at least 1 and at most 100, got {given.images}.")
     name, config = _named(given)
     dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or given.skip_bad))
     tasks, domains = _tasks(dataset, config)
@@ -139,13 +146,14 @@ def _named(given: Namespace) -> tuple[str, StreamConfig]:
     from mambacl.config import preset_names, resolve
     from mambacl.datasets import DATASETS
     from mambacl.streams import StreamConfig
+    from mambacl.training.folder import RunFolder
 
     word = given.stream
     if word in DATASETS.names():
         return word, _changed(StreamConfig(dataset=word), given)
     path = Path(word).expanduser()
     if (path / "config.yaml").is_file():
-        config = resolve(path / "config.yaml", {})
+        config = RunFolder(path).config()
     elif word in preset_names() or path.is_file():
         config = resolve(word, {})
     else:

@@ -87,10 +87,17 @@ def target(folder: Path, name: str, archive: Path) -> Path:
 def refuse_others(wanted: list[tuple[Path, int]], archive: Path) -> None:
     """Files under final names are whole, so one of another size is not ours."""
     for path, size in wanted:
+        refuse_dangling(path)
         if path.is_dir() or (path.exists() and path.stat().st_size != size):
             raise UserError(
                 f"{path} is there already and is not what {archive} holds: move it away, or choose another root."
             )
+
+
+def refuse_dangling(path: Path) -> None:
+    """A link to nothing is the user's, though there is no file."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path} is a link to nothing: remove it, or choose another root.")
 
 
 def require_space(folder: Path, need: int) -> None:

@@ -4,17 +4,20 @@ Whatever is there and right is left as it is, so that the same command again con
 Nothing of the user's is moved, deleted or overwritten.
 """
 
+import gzip
 import hashlib
 import http.client
 import os
 import shutil
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from mambacl.datasets.archives import gigabytes, make_folder, place, refusal, require_space, unpack
+from mambacl.datasets.archives import gigabytes, make_folder, place, refusal, refuse_dangling, require_space, unpack
 from mambacl.datasets.base import DataSet, FileImages, open_dataset
 from mambacl.datasets.sources import SOURCES, Download, Source
 from mambacl.errors import UserError
@@ -45,6 +48,8 @@ def prepare(
         raise UserError(f"'{name}' needs no preparing: the root holds {source.layout}; `mambacl data check {name}`.")
     if not str(root):
         raise UserError("The root is an empty name: give the folder that is to hold the data set.")
+    if lists is not None and not source.lists:
+        raise UserError(f"'{name}' has no split lists: leave --lists out.")
     given = [str(entry) for entry in sources]
     _refuse_strange(given, source)
     root = Path(root).expanduser()
@@ -52,6 +57,8 @@ def prepare(
     with _alone(root):
         for wanted in source.lists:
             _put(wanted, root, _list_place(wanted, lists), say)
+        if changed := not_public(name, root):
+            raise UserError(f"{changed[0]}: move it away, or choose another root.")
         whole = _whole(name, root, source)
         if whole:
             say("The images are there already.")
@@ -68,6 +75,16 @@ def missing(dataset: DataSet) -> int:
     """How many of its files are not there."""
     splits = [images for images in (dataset.train, dataset.test) if isinstance(images, FileImages)]
     return sum(not path.exists() for images in splits for path in images.files)
+
+
+def not_public(name: str, root: str | Path) -> list[str]:
+    """Which of the files that are used as they are have a public file's name and another content."""
+    source = SOURCES.get(name)
+    plain = [wanted for wanted in source.downloads if not wanted.unpack] if source else []
+    folder = Path(root).expanduser()
+    named = [(folder / wanted.folder / wanted.name, wanted) for wanted in plain]
+    there = [(path if path.exists() else path.with_suffix(""), wanted) for path, wanted in named]
+    return [_other_than(path, wanted) for path, wanted in there if path.is_file() and not _is_public(path, wanted)]
 
 
 def _whole(name: str, root: Path, source: Source) -> bool:
@@ -121,6 +138,7 @@ def _matching(wanted: Download, given: Sequence[str], downloads: int) -> str | N
 def _put(wanted: Download, root: Path, place_of: str | None, say: Say) -> None:
     """A file that is used as it is."""
     path = root / wanted.folder / wanted.name
+    refuse_dangling(path)
     if path.exists():
         _verify(path, wanted, "move it away")
         return
@@ -156,13 +174,34 @@ def _local(entry: str) -> Path:
 
 
 def _verify(path: Path, wanted: Download, remedy: str) -> None:
+    if not _is_public(path, wanted):
+        raise UserError(f"{_other_than(path, wanted)}: {remedy}.")
+
+
+def _other_than(path: Path, wanted: Download) -> str:
     kind, _, expected = wanted.checksum.partition(":")
-    digest = hashlib.new(kind, usedforsecurity=False)
+    return f"{path} is not {wanted.name} ({kind.upper()} {expected} expected)"
+
+
+def _is_public(path: Path, wanted: Download) -> bool:
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != expected:
-        raise UserError(f"{path} is not {wanted.name} ({kind.upper()} {expected} expected): {remedy}.")
+        if _has(file, wanted.checksum):
+            return True
+    if not wanted.content:
+        return False
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as content:
+            return _has(content, wanted.content)
+    except (EOFError, OSError, zlib.error):
+        return False
+
+
+def _has(file: IO[bytes] | gzip.GzipFile, checksum: str) -> bool:
+    kind, _, expected = checksum.partition(":")
+    digest = hashlib.new(kind, usedforsecurity=False)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest() == expected
 
 
 def _download(url: str, path: Path, wanted: Download, say: Say) -> None:

@@ -22,6 +22,8 @@ class Download:
     """an archive; else a file that is used as it is"""
     folder: str = ""
     """where in the root a plain file, or an archive's contents, go"""
+    content: str = ""
+    """of a .gz file that is used as it is, the checksum of what it holds, which may be compressed anew or not at all"""
 
     @property
     def name(self) -> str:
@@ -44,8 +46,8 @@ def _list(name: str, checksum: str, base: str = MAMBA_CL) -> Download:
     return Download(f"{base}/{name}", checksum, unpack=False, folder="lists")
 
 
-def _fashion(name: str, checksum: str) -> Download:
-    return Download(f"{ZALANDO}/{name}", f"sha256:{checksum}", unpack=False)
+def _fashion(name: str, checksum: str, content: str) -> Download:
+    return Download(f"{ZALANDO}/{name}", f"sha256:{checksum}", unpack=False, content=f"sha256:{content}")
 
 
 DOMAINS = {  # SHA-256 of the images' archive, of the training and of the test list
@@ -104,10 +106,18 @@ SOURCES: dict[str, Source] = {
         "Fashion-MNIST, 28 x 28 pixels, grey", "train-images-idx3-ubyte.gz and its three companions, .gz or not",
         10, 60000, 10000,
         downloads=(
-            _fashion("train-images-idx3-ubyte.gz", "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-            _fashion("train-labels-idx1-ubyte.gz", "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-            _fashion("t10k-images-idx3-ubyte.gz", "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-            _fashion("t10k-labels-idx1-ubyte.gz", "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+            _fashion("train-images-idx3-ubyte.gz",
+                     "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+                     "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
+            _fashion("train-labels-idx1-ubyte.gz",
+                     "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+                     "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
+            _fashion("t10k-images-idx3-ubyte.gz",
+                     "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+                     "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
+            _fashion("t10k-labels-idx1-ubyte.gz",
+                     "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+                     "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
         ),
     ),
     "cifar100": Source(

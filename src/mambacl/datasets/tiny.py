@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mambacl.datasets.base import DATASETS, ArrayImages, DataSet, FileImages
 from mambacl.datasets.decoding import decode, in_threads
-from mambacl.datasets.folders import images_under
+from mambacl.datasets.folders import images_under, subfolders
 from mambacl.errors import UserError
 
 ROWS, COLUMNS, PIXELS = 20, 25, 32
@@ -24,7 +24,7 @@ def tiny_imagenet(root: Path | None) -> DataSet:
         raise UserError(
             f"{folder} lacks train or val/val_annotations.txt: run `mambacl data prepare tiny-imagenet --root {root}`."
         )
-    names = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
+    names = subfolders(folder / "train")
     number = {name: label for label, name in enumerate(names)}
     train: list[Path] = []
     labels: list[int] = []
@@ -33,8 +33,13 @@ def tiny_imagenet(root: Path | None) -> DataSet:
         train += found
         labels += [label] * len(found)
     pairs = []
-    for line in annotations.read_text(encoding="utf-8").splitlines():
-        file, name = line.split("\t")[:2]
+    for line in annotations.read_text(encoding="utf-8", errors="replace").splitlines():
+        file, _, rest = line.partition("\t")
+        name = rest.partition("\t")[0]
+        if not line.strip():
+            continue
+        if not file or not name:
+            raise UserError(f"{annotations} has the line '{line}', not FILE, tab, CLASS, tab, ...: download it again.")
         if name not in number:
             raise UserError(f"{annotations} names the class '{name}', which has no folder in {folder / 'train'}.")
         pairs.append((number[name], file))

@@ -41,6 +41,8 @@ def main(arguments: Sequence[str], parser: ArgumentParser) -> int:
     planned(name)  # a wrong name is said before anything else
     given, rest = parser.parse_known_args(arguments[1:])
     overrides = _overrides(rest)
+    if name == "pretraining" and "pretrained" in overrides:
+        raise UserError("mambacl paper pretraining sets --pretrained itself: it compares weights.")
     return _do(name, given, overrides)
 
 

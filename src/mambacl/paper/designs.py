@@ -165,13 +165,12 @@ def _methods(table: str, methods: Sequence[str]) -> Design:
 def _ablation(where: Where) -> list[PlannedRun]:
     variations: list[Variation] = []
     for kinds in ABLATION:
-        free = {kind: {"projected": False} for kind in PAPER_KINDS if kind not in kinds}
+        rules = {"nullspace": {kind: {"projected": kind in kinds} for kind in PAPER_KINDS}}
         if not kinds:
             variations.append(("sequential", "", where.backbone, {}))
-        elif not free:
-            variations.append(("mamba-cl", "", where.backbone, {}))
         else:
-            variations.append(("mamba-cl", "only-" + "+".join(kinds), where.backbone, {"nullspace": free}))
+            variant = "" if kinds == PAPER_KINDS else "only-" + "+".join(kinds)
+            variations.append(("mamba-cl", variant, where.backbone, rules))
     return _runs(where, _columns("ablation"), variations)
 
 
@@ -193,10 +192,9 @@ def _eta(where: Where) -> list[PlannedRun]:
     runs = []
     for benchmark in benchmarks(_columns("main"), where):
         for eta in ETAS:
-            usual = eta == benchmark.eta
-            options = {} if usual else {"nullspace": {"eta": eta}}
+            options = {"nullspace": {"eta": eta}}
+            variant = "" if eta == benchmark.eta else f"eta-{eta:g}"
             for seed in range(where.seeds):
-                variant = "" if usual else f"eta-{eta:g}"
                 runs.append(PlannedRun(benchmark, "mamba-cl", seed, where.backbone, variant, options, "Mamba-CL", eta))
     return runs
 
@@ -211,7 +209,7 @@ def _blocks(where: Where) -> list[PlannedRun]:
     for benchmark in benchmarks(_columns("main"), where):
         for count in blocks(where.scale):
             usual = count == DEPTH[where.scale]
-            options = {} if usual else {"nullspace": {"blocks": count}}
+            options = {"nullspace": {"blocks": None if usual else count}}
             variant = "" if usual else f"blocks-{count}"
             for seed in range(where.seeds):
                 runs.append(PlannedRun(

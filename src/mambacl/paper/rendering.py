@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mambacl.paper.designs import FASHION, FIGURES, NANO_WORDS, PlannedRun
+from mambacl.nullspace.settings import SETTINGS
+from mambacl.paper.designs import FIGURES, NANO_WORDS, PlannedRun
 from mambacl.paper.drawing import TITLES, draw
 from mambacl.paper.losses import read_losses
 from mambacl.paper.points import Point, points, to_csv
 from mambacl.reports.figures import png
+from mambacl.reports.groups import departures
 from mambacl.reports.markup import Picture, Section, copyable, document, escaped, table_html
 from mambacl.reports.page import write_files
 from mambacl.reports.paper_page import laid_out, write_paper_table
@@ -38,10 +40,13 @@ def nano_notes(name: str, found: Sequence[tuple[PlannedRun, RunRecord]]) -> list
     size, passes = config["stream"]["transforms"]["image_size"], config["training"]["passes"]
     notes = [
         f"scale nano: {benchmark.dataset} at {size} pixels in {tasks} tasks stands for all data sets, passes: {passes}",
-        f"scale nano: eta {benchmark.eta:g} unless it is what varies",
     ]
-    if benchmark.dataset == FASHION:
-        notes.append("scale nano: rank by energy 0.77 and the learning rates of the preset demo, not the paper's")
+    etas = dict.fromkeys(f"{record.config['nullspace']['eta']:g}" for run, record in found if "eta-" not in run.variant)
+    if etas:
+        notes.append(f"scale nano: eta {', '.join(etas)} unless it is what varies")
+    rank = config["nullspace"]["rank"]
+    if config["setting"] == "paper" and rank != SETTINGS["paper"].rank:
+        notes.append(f"scale nano: rank by {rank}, where the paper has the {SETTINGS['paper'].rank} of the spectrum")
     if name in NANO_WORDS:
         notes.append(f"scale nano: {NANO_WORDS[name]}")
     return notes
@@ -87,6 +92,8 @@ def figure_table(
     backbones = list(dict.fromkeys(record.backbone for _, record in found))
     if backbones:
         notes.append(f"ours on {', '.join(backbones)}; the paper's on defocus_mamba_large_22k")
+    ways = dict.fromkeys(", ".join(departures(record)) for _, record in found)
+    notes += [f"ours not trained as the paper says: {way}" for way in ways if way]
     notes += words
     notes += [f"left out, for it is not finished: {record.folder}" for _, record in found if not record.finished]
     return Table(f"{TITLES[name]}: the paper's figure '{name}'", tuple(columns), tuple(cells), tuple(notes))

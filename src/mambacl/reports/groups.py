@@ -123,6 +123,17 @@ def differing_keys(records: Sequence[RunRecord]) -> list[str]:
     return [key for key in differing if key not in implied]
 
 
+def departures(record: RunRecord) -> list[str]:
+    """Where a run is not trained as in the paper: another setting or recipe, and what was changed in the recipe."""
+    config = comparable_config(record)
+    words = [f"{word} {config[word]}" for word in ("setting", "recipe") if config.get(word, "paper") != "paper"]
+    if config.get("recipe") not in RECIPES:
+        return words
+    implied = _implied(config)
+    changed = [key for key in config if key.startswith("training.") and key not in implied]
+    return words + [f"{key.removeprefix('training.')} {_short(config[key])}" for key in changed]
+
+
 def _implied(config: Mapping[str, str]) -> set[str]:
     """Keys whose values are just those of the setting and the recipe that the configuration names."""
     known: dict[str, str] = {}

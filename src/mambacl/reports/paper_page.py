@@ -2,10 +2,11 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from mambacl.paper import Quoted, sources
-from mambacl.reports.groups import Value
+from mambacl.reports.groups import Value, departures
 from mambacl.reports.markup import Section, copyable, document, escaped, facts, table_html
 from mambacl.reports.page import write_files
 from mambacl.reports.paper_table import Comparison, Key, Line
@@ -107,6 +108,7 @@ def _notes(comparison: Comparison) -> list[str]:
     if any(line.state == "not in mambacl" for line in lines):
         notes.append("not in mambacl: a method on another kind of backbone; the paper's value stands alone")
     notes += _backbones(comparison)
+    notes += _departures(comparison)
     every = [run for line in lines for run in line.runs]
     tools = dict.fromkeys(str(run.results["imported"]) for run in every if "imported" in run.results)
     if tools:
@@ -140,11 +142,25 @@ def _backbones(comparison: Comparison) -> list[str]:
                 random.append(run.backbone)
     notes = []
     for backbone, names in used.items():
-        which = ", ".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
-        notes.append(f"{which}: on {backbone}, where the paper has {table.backbone}")
+        notes.append(f"{_from_to(names)}: on {backbone}, where the paper has {table.backbone}")
     if random:
         notes.append(f"ours start from random weights: {', '.join(dict.fromkeys(random))}")
     return notes
+
+
+def _departures(comparison: Comparison) -> list[str]:
+    """Which of the paper's rows have runs of ours that were trained in another way than the paper says."""
+    used: dict[str, list[str]] = {}
+    for line in comparison.lines:
+        for run in line.runs:
+            words = "" if "imported" in run.results or line.row is None else ", ".join(departures(run))
+            if words and line.name not in used.setdefault(words, []):
+                used[words].append(line.name)
+    return [f"{_from_to(names)}: ours not trained as the paper says: {words}" for words, names in used.items()]
+
+
+def _from_to(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
 
 
 def _where_from(comparison: Comparison) -> list[str]:

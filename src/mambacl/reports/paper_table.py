@@ -159,14 +159,17 @@ def in_product(row: Row) -> bool:
 
 
 def projections(run: RunRecord) -> set[str] | None:
-    """The kinds of parameters whose updates a run projected; None for a method that is no ablation of Mamba-CL."""
+    """The kinds of parameters whose updates a run projected; None for what is no ablation of Mamba-CL: another method,
+    or a run that leaves one of the kinds as it is."""
     if run.method == "sequential":
         return set()
     if run.method != "mamba-cl":
         return None
     rules = run.config.get("nullspace")
     rules = rules if isinstance(rules, Mapping) else {}
-    return {kind for kind in PAPER_KINDS if not _says_no(rules.get(kind))}
+    if any(_says_no(rules.get(kind), "trains") for kind in PAPER_KINDS):
+        return None
+    return {kind for kind in PAPER_KINDS if not _says_no(rules.get(kind), "projected")}
 
 
 def benchmark_of(run: RunRecord) -> str:
@@ -246,8 +249,8 @@ def _unused(suffix: str, taken: set[str]) -> str:
     return found
 
 
-def _says_no(rule: object) -> bool:
-    return isinstance(rule, Mapping) and rule.get("projected") is False
+def _says_no(rule: object, word: str) -> bool:
+    return isinstance(rule, Mapping) and rule.get(word) is False
 
 
 def _plain(name: str) -> str:

@@ -1,5 +1,6 @@
 """A run's folder on disk. Files are replaced whole; `results.json` is valid at any moment."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.errors import UserError
 from mambacl.nullspace.shelf import PREFIX
+from mambacl.streams.orders import ORDERS, is_file
 from mambacl.tensorfile import write_bytes
 
 try:
@@ -58,7 +60,12 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         path = self.path / "config.yaml"
-        return from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
+        config = from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
+        order = config.stream.order
+        if isinstance(order, str) and order not in ORDERS and not is_file(order) and not config.stream.by_domain:
+            kept = self.stream()["class_order"]  # its file is gone, but the run has the order itself
+            config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, order=kept))
+        return config
 
     def stream(self) -> dict[str, Any]:
         return self.read_json("stream.json")
