@@ -1,14 +1,13 @@
-"""`mambacl paper NAME`: a table or figure of the paper, from its runs to the page."""
+"""The command paper: a table or figure of the paper, from its runs to the page."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mambacl.cli.parsing import Parser, check_options, with_underscores
 from mambacl.errors import UserError
-from mambacl.paper.designs import CIFAR, DESIGNS, FASHION, SCALES, planned
 
 if TYPE_CHECKING:
     from mambacl.paper.runner import Job
@@ -18,7 +17,12 @@ OWN = {"method": "the design says which", "name": "the benchmark gives it", "see
 DEFAULT_SEEDS = {"paper": 3, "nano": 1}
 
 
-def main(arguments: Sequence[str], parser: ArgumentParser) -> int:
+def paper(arguments: Sequence[str]) -> int:
+    """a table or figure of the paper, from its runs to the page: `mambacl paper ablation --scale nano`"""
+    from mambacl.paper.designs import DESIGNS, SCALES, planned
+
+    words = "Trains the runs of a table or figure of the paper, as far as they are not there, and shows both's values."
+    parser = Parser(prog="mambacl paper", description=words)
     parser.usage = "mambacl paper NAME [--scale paper|nano] [--root DIR] [--out DIR] [--key value ...]"
     parser.epilog = "Any option of `mambacl train` goes before the preset's: --training.passes 1, --device cuda."
     parser.allow_abbrev = False
@@ -47,6 +51,8 @@ def main(arguments: Sequence[str], parser: ArgumentParser) -> int:
 
 
 def _do(name: str, given: Any, overrides: dict[str, Any]) -> int:
+    from mambacl.paper.designs import CIFAR, FASHION, planned
+
     dataset = FASHION if given.root is None else CIFAR
     seeds = DEFAULT_SEEDS[given.scale] if given.seeds is None else given.seeds
     plan = planned(name, given.scale, dataset, seeds)
@@ -94,12 +100,11 @@ def _overrides(rest: list[str]) -> dict[str, Any]:
         return {}
     from jsonargparse import ArgumentError
 
-    from mambacl.cli import _check_options, _with_underscores
     from mambacl.config import build_parser, readable
 
     parser = build_parser("mambacl paper")
-    rest = _with_underscores(rest, parser)
-    _check_options(rest, parser)
+    rest = with_underscores(rest, parser)
+    check_options(rest, parser)
     try:
         given: dict[str, Any] = parser.parse_args(rest, defaults=False).as_dict()
     except ArgumentError as error:

@@ -1,14 +1,15 @@
-"""`mambacl data list | prepare | check | show`."""
+"""The command data: list, prepare, check, show."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mambacl.cli.parsing import Parser
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from mambacl.streams import StreamConfig
 
 
-def main(arguments: Sequence[str], parser: ArgumentParser) -> int:
+def data(arguments: Sequence[str]) -> int:
+    """list, prepare, check and show data sets: `mambacl data check cifar100 --root DIR`"""
+    words = "Lists the data sets, makes a folder hold one, checks it image by image, draws the tasks of a stream."
+    parser = Parser(prog="mambacl data", description=words)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     actions.add_parser("list", help="the data sets, their sizes, what their root holds")
     one = actions.add_parser("prepare", help="make a folder hold a public data set; the same command again continues")
