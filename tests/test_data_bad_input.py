@@ -155,6 +155,21 @@ def test_names_with_spaces_and_unicode(tmp_path: Path) -> None:
     assert json.loads(json.dumps(stream.describe()))["class_names"] == sorted(names)
 
 
+@pytest.mark.parametrize("suffix", [".JPG", ".jfif", ".ppm", ".tiff"])
+def test_unusual_suffixes(tmp_path: Path, suffix: str) -> None:
+    make_tree(tmp_path)
+    place = tmp_path / "train" / "ant"
+    Image.new("RGB", (8, 8), (10, 200, 30)).save(place / f"odd{suffix}")
+    dataset = open_dataset("folders", tmp_path)
+    dataset.check()
+    assert (place / f"odd{suffix}").name in [Path(dataset.train.name(i)).name for i in range(len(dataset.train.labels))]
+
+
+def test_a_home_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "folders", "--root", "~nobody-of-that-name/x"]) == 2
+    assert "begins with a home folder that is not there" in capsys.readouterr().err
+
+
 def test_a_name_that_is_no_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tree(tmp_path)
     odd = os.path.join(os.fsencode(tmp_path), b"train", b"ant", b"\xff.png")

@@ -22,6 +22,7 @@ from mambacl.errors import UserError
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
 from mambacl.options import build_config, merge
+from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
 from mambacl.streams import StreamConfig
 from mambacl.training.recipe import Recipe, recipe_named
@@ -176,10 +177,10 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """So that a run can be continued from any folder."""
     changes: dict[str, Any] = {}
     if config.stream.root is not None:
-        root = str(Path(config.stream.root).expanduser().absolute())
+        root = str(expanded(config.stream.root).absolute())
         changes["stream"] = dataclasses.replace(config.stream, root=root)
     if isinstance(config.pretrained, str):
-        changes["pretrained"] = str(Path(config.pretrained).expanduser().absolute())
+        changes["pretrained"] = str(expanded(config.pretrained).absolute())
     return dataclasses.replace(config, **changes)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mambacl.cli.parsing import Parser
 from mambacl.errors import UserError
+from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _check(given: Namespace) -> int:
 
     if given.limit < 0:
         raise UserError(f"--limit must not be negative, got {given.limit}.")
-    dataset = DATASETS.get(given.name)(None if given.root is None else Path(given.root).expanduser())
+    dataset = DATASETS.get(given.name)(None if given.root is None else expanded(given.root))
     config = _changed(None, given)
     named = config.own_tasks or given.tasks or config.by_domain
     if not named and not (given.order is given.order_seed is given.first_task is None):
@@ -155,7 +156,7 @@ def _named(given: Namespace) -> tuple[str, StreamConfig]:
     word = given.stream
     if word in DATASETS.names():
         return word, _changed(StreamConfig(dataset=word), given)
-    path = Path(word).expanduser()
+    path = expanded(word)
     if (path / "config.yaml").is_file():
         config = RunFolder(path).config()
     elif word in preset_names() or path.is_file():

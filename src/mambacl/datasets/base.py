@@ -15,6 +15,7 @@ from torch import Tensor
 from mambacl.datasets.decoding import attempt, decode, in_threads
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.paths import expanded
 from mambacl.registry import Registry
 
 
@@ -226,7 +227,7 @@ DATASETS: Registry[Callable[[Path | None], DataSet]] = Registry("data set", "mam
 
 def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False) -> DataSet:
     """A data set by name; `root` is the folder with its files, for those that are not part of the package."""
-    dataset = DATASETS.get(name)(None if root is None else Path(root).expanduser())
+    dataset = DATASETS.get(name)(None if root is None else expanded(root))
     if skip_bad:
         dataset = dataset.without_bad()
         if dataset.skipped:

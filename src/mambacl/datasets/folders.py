@@ -8,7 +8,7 @@ import numpy as np
 from mambacl.datasets.base import DATASETS, DataSet, FileImages
 from mambacl.errors import UserError
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
 def image_folders(root: Path | None) -> DataSet:

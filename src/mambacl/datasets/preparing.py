@@ -21,6 +21,7 @@ from mambacl.datasets.archives import gigabytes, make_folder, place, refusal, re
 from mambacl.datasets.base import DataSet, FileImages, open_dataset
 from mambacl.datasets.sources import SOURCES, Download, Source
 from mambacl.errors import UserError
+from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
 
 try:
@@ -52,7 +53,7 @@ def prepare(
         raise UserError(f"'{name}' has no split lists: leave --lists out.")
     given = [str(entry) for entry in sources]
     _refuse_strange(given, source)
-    root = Path(root).expanduser()
+    root = expanded(root)
     make_folder(root)
     with _alone(root):
         for wanted in source.lists:
@@ -81,7 +82,7 @@ def not_public(name: str, root: str | Path) -> list[str]:
     """Which of the files that are used as they are have a public file's name and another content."""
     source = SOURCES.get(name)
     plain = [wanted for wanted in source.downloads if not wanted.unpack] if source else []
-    folder = Path(root).expanduser()
+    folder = expanded(root)
     named = [(folder / wanted.folder / wanted.name, wanted) for wanted in plain]
     there = [(path if path.exists() else path.with_suffix(""), wanted) for path, wanted in named]
     return [_other_than(path, wanted) for path, wanted in there if path.is_file() and not _is_public(path, wanted)]
@@ -100,7 +101,7 @@ def _whole(name: str, root: Path, source: Source) -> bool:
 def _list_place(wanted: Download, lists: str | Path | None) -> str | None:
     if lists is None:
         return None
-    path = Path(lists).expanduser() / wanted.name
+    path = expanded(lists) / wanted.name
     if not path.is_file():
         raise UserError(f"There is no {path}: --lists is a folder with {wanted.name}.")
     return str(path)
@@ -110,7 +111,7 @@ def _refuse_strange(given: Sequence[str], source: Source) -> None:
     """Each source must be used for something."""
     names = [download.name for download in source.downloads]
     for entry in given:
-        path = Path(entry).expanduser()
+        path = expanded(entry)
         if "://" not in entry and not path.exists():
             raise UserError(f"There is no file or folder {entry}: --source is an archive, a folder of them or a URL.")
         named = entry.rstrip("/").rpartition("/")[2] in names
@@ -124,12 +125,12 @@ def _refuse_strange(given: Sequence[str], source: Source) -> None:
 def _matching(wanted: Download, given: Sequence[str], downloads: int) -> str | None:
     """Which of the sources given is this one: by its file's name, in a folder, or because there is only one."""
     for entry in given:
-        path = Path(entry).expanduser()
+        path = expanded(entry)
         if path.is_dir() and (path / wanted.name).is_file():
             return str(path / wanted.name)
         if entry.rstrip("/").rpartition("/")[2] == wanted.name:
             return entry
-    single = [entry for entry in given if not Path(entry).expanduser().is_dir()]
+    single = [entry for entry in given if not expanded(entry).is_dir()]
     if downloads == 1 and len(single) == 1:
         return single[0]
     return None
@@ -167,7 +168,7 @@ def _unpack(wanted: Download, root: Path, place_of: str | None, say: Say) -> Non
 
 
 def _local(entry: str) -> Path:
-    path = Path(entry).expanduser()
+    path = expanded(entry)
     if not path.is_file():
         raise UserError(f"There is no file {path}: --source is an archive, a folder of them or a URL.")
     return path

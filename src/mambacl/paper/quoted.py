@@ -70,7 +70,8 @@ def sources() -> dict[str, str]:
 def paper_table(name: str) -> PaperTable:
     known = _contents()["tables"]
     if name not in known:
-        raise UserError(f"The paper has no table '{name}' here.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        hint = did_you_mean(name, known) or " `mambacl paper` also draws its figures."
+        raise UserError(f"The paper has no table '{name}' here.{hint} Known: {', '.join(known)}.")
     entry = known[name]
     columns, metrics = tuple(entry["columns"]), tuple(entry["metrics"])
     keys = tuple((column, metric) for column in columns for metric in metrics)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mambacl.errors import UserError
+from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
 
 
@@ -53,7 +54,7 @@ def class_order(
     """The classes in the order in which they are learned: by a convention's name, from a file of class numbers or
     names, or as an explicit list. `what` they are called may be something else, such as "domain"."""
     if isinstance(order, str) and is_file(order):
-        order = read_order(Path(order).expanduser(), names or [], what)
+        order = read_order(expanded(order), names or [], what)
     if isinstance(order, str):
         if order not in ORDERS:
             known = ", ".join(ORDERS)
@@ -73,7 +74,7 @@ def class_order(
 
 
 def is_file(order: str) -> bool:
-    return order not in ORDERS and Path(order).expanduser().is_file()
+    return order not in ORDERS and expanded(order).is_file()
 
 
 def read_order(path: Path, names: Sequence[str], what: str = "class") -> list[int]:

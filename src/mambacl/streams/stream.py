@@ -4,7 +4,6 @@ batches for training and evaluation."""
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from mambacl.datasets.base import DataSet, Images, open_dataset
 from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
+from mambacl.paths import expanded
 from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
 from mambacl.streams.domains import domains_in_order, in_several
 from mambacl.streams.orders import class_order, is_file, split_into_tasks
@@ -58,7 +58,7 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.order, str) and is_file(self.order):  # so that a run can be continued from any folder
-            object.__setattr__(self, "order", str(Path(self.order).expanduser().absolute()))
+            object.__setattr__(self, "order", str(expanded(self.order).absolute()))
         if self.validation is not None and not 0 < self.validation < 1:
             raise UserError(f"validation is a share of the training images between 0 and 1, got {self.validation}.")
         if self.scenario not in SCENARIOS:
