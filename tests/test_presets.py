@@ -64,7 +64,7 @@ WANTED = {
     "imagenet-r-10-1k": Wanted("imagenet-r", 10, None, "defocus_mamba_large", 384, 0.90),
     "cifar100-10-scratch": Wanted("cifar100", 10, "scratch", "defocus_mamba_tiny"),
 }
-PURE = (*WANTED, "cifar100-50-nano", "cifar100-10-scratch-nano", "fashion-mnist-5")
+PURE = tuple(WANTED)
 """whose training is a named recipe to the last field"""
 
 
