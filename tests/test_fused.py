@@ -105,10 +105,13 @@ def test_halves_of_a_linear_layer(bias: bool, frozen: bool) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_a_layer_with_a_hook_is_called() -> None:
+@kernels
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_layer_with_a_hook_is_called(kind: str) -> None:
     linear, seen = torch.nn.Linear(4, 4).to(DEVICE), []
-    linear.register_forward_hook(lambda *_: seen.append(1))
-    fused.halves(linear, torch.randn(1, 2, 4, device=DEVICE))
+    getattr(linear, f"register_{kind}_hook")(lambda *_: seen.append(1))
+    first, second = fused.halves(linear, torch.randn(1, 2, 4, device=DEVICE, requires_grad=True), "triton")
+    (first + second).sum().backward()
     assert seen == [1]
 
 

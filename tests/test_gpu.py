@@ -1,6 +1,8 @@
 """What runs on a GPU; skipped where there is none. By hand: `pytest -m gpu`."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,3 +122,24 @@ def test_the_batched_projection_is_the_plain_one(tiny_model: Callable[..., nn.Mo
     space.project(before, batched)
     for name in space.trained_names():
         torch.testing.assert_close(batched[name], plain[name], rtol=0, atol=2e-6)
+
+
+LARGE = """
+import torch
+from mambacl.nullspace.projectors import SMALL, decompose
+covariances = []
+with torch.cuda.stream(torch.cuda.Stream()):
+    for size in (SMALL + 8, SMALL + 16, 40, SMALL + 8, SMALL + 24, SMALL + 8):
+        rows = torch.randn(2 * size, size, dtype=torch.float64, device="cuda")
+        torch.cuda._sleep(10**8)
+        covariances.append(rows.T @ rows)
+    found = decompose(covariances, "energy:0.9")
+for covariance, one in zip(covariances, found):
+    wanted = torch.linalg.eigvalsh(covariance).flip(0).cpu()
+    torch.testing.assert_close(one.spectrum, wanted, rtol=1e-9, atol=1e-9 * float(wanted.max()))
+"""
+
+
+def test_large_covariances_are_decomposed_beside_each_other_on_any_stream() -> None:
+    """In a new process, where no thread has loaded the library of PyTorch's decompositions."""
+    subprocess.run([sys.executable, "-c", LARGE], check=True)

@@ -1,8 +1,10 @@
 """A training step: what it adds up, and that a recorded one is the same as one that is not."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,13 +14,15 @@ from small_run import CONFIG
 from torch import Tensor, nn
 
 import mambacl
+from mambacl.evaluation import all_metrics
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
 from mambacl.training import loop
 from mambacl.training.background import Background
+from mambacl.training.folder import RunFolder
 from mambacl.training.loop import make_optimizer
 from mambacl.training.recipe import Recipe
-from mambacl.training.step import WARM_UP, TrainingStep, rates_are_tensors
+from mambacl.training.step import WARM_UP, Recorder, TrainingStep, rates_are_tensors
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 CUDA = torch.device("cuda")
@@ -81,8 +85,36 @@ def test_rates_are_tensors_only_where_steps_are_recorded(name: str) -> None:
     assert not rates_are_tensors(Toy().optimizer(name))
 
 
+def test_a_batch_is_recorded_of_a_size_that_was_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, tried = Toy(), []
+    step = TrainingStep(toy, toy.optimizer(), torch.device("cpu"), nullcontext(), True)
+    step.graphs = True
+    monkeypatch.setattr(step, "_record", lambda images, labels: tried.append((step._taken, len(images))))
+    for images, labels in batches(sizes=(6, 6, 4, 6)):
+        step(images, labels, 1.0)
+    assert tried == [(3, 6)]
+
+
+def test_graphs_are_recorded_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = MagicMock()
+    fake.mem_get_info.return_value = (1 << 40, 1 << 40)
+    fake.Stream.side_effect = lambda device: MagicMock()
+    monkeypatch.setattr(torch, "cuda", fake)
+    recorder, done = Recorder(torch.device("cpu")), []
+    for number in range(3):
+        recorder.record(partial(done.append, number), 1)
+    assert done == [0, 1, 2] and fake.Stream.call_count == 1
+
+
 class TestOnAGPU:
     pytestmark = gpu
+
+    def test_graphs_take_turns_in_the_same_memory(self) -> None:
+        recorder, reserved = Recorder(CUDA), []
+        for _ in range(4):
+            recorder.record(lambda: torch.zeros(1 << 26, device=CUDA), 1 << 28)
+            reserved.append(torch.cuda.memory_reserved())
+        assert len(set(reserved)) == 1
 
     @pytest.mark.parametrize("name", ["adam", "adamw"])
     def test_a_recorded_step_is_the_same_to_the_last_bit(self, name: str) -> None:
@@ -163,3 +195,27 @@ def test_a_checkpoint_written_beside_the_training_is_the_same(tmp_path: Path, mo
         one, other = (load_file(run.folder / "checkpoints" / f"{name}.safetensors") for run in (plain, beside))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
     assert plain.results["correct"] == beside.results["correct"]
+
+
+def test_results_written_late_are_those_of_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Background):
+        """Begins a job when the next one is there."""
+
+        job = staticmethod(lambda: None)
+
+        def do(self, job):  # type: ignore[no-untyped-def]
+            self.wait()
+            self.job = job
+
+        def wait(self) -> None:
+            job, self.job = self.job, lambda: None
+            job()
+
+    written, write = [], RunFolder.write_json
+    monkeypatch.setattr(loop, "Background", lambda on: Late(on=True))
+    monkeypatch.setattr(RunFolder, "write_json", lambda *given: written.append(deepcopy(given[-1])) or write(*given))
+    mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "late"))
+    found = [results for results in written if "correct" in results]
+    assert len(found) > 2
+    for results in found:
+        assert results["metrics"] == all_metrics(results["correct"], results["total"])

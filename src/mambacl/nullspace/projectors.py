@@ -8,7 +8,8 @@ groups has a covariance, and so a basis, for each of them: everything here may h
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import cycle, repeat
 
 import torch
 from torch import Tensor
@@ -110,15 +111,21 @@ def _eigh(covariances: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         values, vectors = torch.linalg.eigh(torch.stack([c.double() for c in covariances]))
         return list(zip(values.unbind(0), vectors.unbind(0), strict=True))
     if first.is_cuda and len(covariances) > 1:
+        torch.linalg.eigh(torch.ones(1, 1, dtype=torch.float64, device=first.device))  # threads cannot load it at once
+        here = torch.cuda.current_stream(first.device)  # a thread would find its own
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            return list(threads.map(_eigh_on_its_own, covariances))
+            return list(threads.map(_eigh_beside, covariances, cycle(_streams(first.device)), repeat(here)))
     return [torch.linalg.eigh(covariance.double()) for covariance in covariances]
 
 
-def _eigh_on_its_own(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """On a stream of its own: one alone leaves most of a GPU idle."""
-    here = torch.cuda.current_stream(covariance.device)
-    stream = torch.cuda.Stream(covariance.device)
+@cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Always the same ones: memory that was used on one stays with it."""
+    return [torch.cuda.Stream(device) for _ in range(AT_A_TIME)]
+
+
+def _eigh_beside(covariance: Tensor, stream: torch.cuda.Stream, here: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
+    """On a stream beside the present one: one alone leaves most of a GPU idle."""
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         values, vectors = torch.linalg.eigh(covariance.double())

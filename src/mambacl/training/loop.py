@@ -3,6 +3,7 @@
 It knows no method by name.
 """
 
+import copy
 import platform
 import sys
 import time
@@ -223,7 +224,7 @@ class Loop:
             self.write_results("running")
             return
         kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, copied=True)
-        results = self.results("running")
+        results = copy.deepcopy(self.results("running"))
 
         def write() -> None:
             checkpoints.write(self.folder, *kept)

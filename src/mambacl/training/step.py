@@ -24,11 +24,15 @@ class Loss(Protocol):
 
 
 class Recorder:
-    """Records CUDA graphs that take turns in the same memory, which stays reserved from one task to the next."""
+    """Records CUDA graphs that take turns in the same memory, which stays reserved from one task to the next.
+
+    All on one stream: what was allocated on one is not given to another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._first: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def record(self, work: Callable[[], object], needed: int) -> torch.cuda.CUDAGraph:
         """`needed`: bytes of memory, about. What `torch.cuda.graph` does, but memory is given back to the GPU only
@@ -44,7 +48,8 @@ class Recorder:
         return graph
 
     def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object], pool: Any) -> None:
-        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        here, stream = torch.cuda.current_stream(self.device), self._stream
         collecting = gc.isenabled()
         torch.cuda.synchronize(self.device)
         gc.disable()  # what is thrown away meanwhile might be something of CUDA's
@@ -83,6 +88,7 @@ class TrainingStep:
         self.graphs = graphs and device.type == "cuda" and rates_are_tensors(optimizer)
         self.factor: float | None = None
         self._taken = 0
+        self._shapes: set[torch.Size] = set()  # of batches so far
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
     def __call__(self, images: Tensor, labels: Tensor, factor: float) -> None:
@@ -90,8 +96,8 @@ class TrainingStep:
         self._set_rates(factor)
         images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         self.images_seen += len(images)
-        if self._recorded is None and self.graphs and self._taken >= WARM_UP:
-            self._record(images, labels)
+        if self._recorded is None and self.graphs and self._taken >= WARM_UP and images.shape in self._shapes:
+            self._record(images, labels)  # not of an epoch's last batch, smaller than all others
         if self._recorded is not None and self._recorded[1].shape == images.shape:
             graph, own_images, own_labels = self._recorded
             own_images.copy_(images)
@@ -100,6 +106,7 @@ class TrainingStep:
         else:
             self._run(images, labels)
         self._taken += 1
+        self._shapes.add(images.shape)
 
     def take_sums(self) -> tuple[float, int, int]:
         """Sums of the loss over images and of the right ones, and the number of images, since the last time."""
