@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from fused_help import TOLERANCES, compare, differentiated, half, normal
-from kernels_help import DEVICE, gpu, kernels
+from kernels_help import DEVICE, captured, gpu, kernels
 from torch import Tensor
 
 from mambacl import fused
@@ -250,19 +250,12 @@ class TestOnTheGpu:
             y = function(*leaves)
             return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, made = captured(step)
         with torch.no_grad():
             for leaf in leaves:
                 leaf.copy_(torch.randn_like(leaf))
         graph.replay()
-        for ours, theirs in zip(captured, step(), strict=True):
+        for ours, theirs in zip(made, step(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
     @pytest.mark.parametrize("index", range(4))

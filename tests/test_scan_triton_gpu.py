@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from kernels_help import DEVICE
+from kernels_help import DEVICE, captured
 from scan_help import INPUTS, ROUNDING, assert_close, assert_same_bits, run, slope, tokens
 from torch import Tensor
 
@@ -159,21 +159,14 @@ def test_a_graph_captures_forward_and_backward(dtype: torch.dtype) -> None:
         y, last = scan_tokens(**leaves, backend="triton", softplus=True)
         return [y, last, *torch.autograd.grad(y.square().sum() + last.sum(), list(leaves.values()))]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, made = captured(step)
     with torch.no_grad():
         for name, tensor in tokens(b=2, l=37, d=96, n=16, dtype=dtype, seed=1).items():
             leaves[name].copy_(tensor)
-    for tensor in captured:
+    for tensor in made:
         tensor.detach().fill_(torch.nan)
     graph.replay()
-    for ours, theirs in zip(captured, step(), strict=True):
+    for ours, theirs in zip(made, step(), strict=True):
         assert torch.equal(ours, theirs)
 
 
