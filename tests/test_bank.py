@@ -81,7 +81,7 @@ def assert_same(ours, theirs, **tolerance):
 MODELS = ["defocus", "vim", "vmamba", "vanilla_vmamba", "mambavision", "Mamba2", "FalconMamba"]
 
 
-def case(name, layers=True, seed=0, eta=0.9, scaling="none", dtype=torch.float64):
+def case(name, layers=True, seed=0, eta=0.9, scaling="none", dtype=torch.float64, device=CPU):
     """Every part of a model with a projector of its own, of null ranks 0, 1, all and some between."""
     model = build(name)[0]
     shapes = {n: p.shape for n, p in model.named_parameters()}
@@ -102,7 +102,7 @@ def case(name, layers=True, seed=0, eta=0.9, scaling="none", dtype=torch.float64
         decomposition, null = made(size, picked if groups > 1 else picked[0], seed + number)
         uses.append((decomposition, [part]))
         dense[part.name] = matrices(null, eta, scaling)
-    return Bank(uses, shapes, eta, scaling, dtype, CPU), parts, shapes, dense, uses
+    return Bank(uses, shapes, eta, scaling, dtype, device), parts, shapes, dense, uses
 
 
 @pytest.mark.parametrize("scaling", ["none", "frobenius"])

@@ -1,5 +1,5 @@
 """All projectors of a model at once: those of equal shape are stacked, and their updates projected by one batched
-product. `Projector.apply` is the plain twin.
+product. `Projector.apply` is the plain twin. On a GPU, the kernels of `bank_kernels` do the same in fewer passes.
 
 On its way a bank counts, for each part, how much of the optimizer's update fell into protected directions.
 """
@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mambacl.fused.switch import takes_kernel
 from mambacl.nullspace.adapters import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
 
 ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
+MOST_TABLES = 8  # an optimizer may keep copies of its parameters, each at places of its own
 PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
 Tensors = Mapping[str, Tensor]  # parameters by name
 
@@ -27,6 +29,7 @@ class Views:
         self.parts, self.view = parts, view
         self._of: list[int] = []
         self._views: list[Tensor] = []
+        self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, tensors: Tensors) -> list[Tensor]:
         places = [tensors[part.parameter].data_ptr() for part in self.parts]
@@ -37,6 +40,22 @@ class Views:
                 return views
             self._of, self._views = places, views
         return self._views
+
+    def table(self, tensors: Tensors) -> tuple[Tensor, tuple[int, int]] | None:
+        """Where the matrices (groups, n, D) of all parts lie, an address for each, on their device, and how far apart
+        rows and columns are: what a kernel needs to find them. None where that differs, where they are copies, or not
+        of float32."""
+        views = self(tensors)
+        strides = {view.stride()[-2:] for view in views}
+        kinds = {(view.dtype, view.device) for view in views}
+        if views is not self._views or len(strides) > 1 or len(kinds) > 1 or views[0].dtype != torch.float32:
+            return None
+        places = tuple(matrix.data_ptr() for view in views for matrix in view)
+        if places not in self._tables:
+            if len(self._tables) >= MOST_TABLES:
+                self._tables.clear()
+            self._tables[places] = torch.tensor(places, device=views[0].device)
+        return self._tables[places], strides.pop()
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -52,6 +71,7 @@ class Slot:
     energy: Tensor = field(default_factory=lambda: torch.empty(0))
     """(parts, groups, 2), float64: sums of squares of the updates, and of what the basis holds of them"""
     index: Tensor | None = None
+    bases: Tensor | None = None  # of each part's matrices, for the kernels
 
     def __post_init__(self) -> None:
         self.matrices = Views(self.parts, Part.matrix)
@@ -113,6 +133,26 @@ class Stack:
             slot.index = torch.tensor(slot.places, device=self.basis.device)
         return slot.index
 
+    def replace_(self, slot: Slot, tensors: Tensors, old: Tensor, counted: bool, backend: str) -> bool:
+        """Does by kernels, where they serve, what `Remembered.project` does by `project_`; says whether they did."""
+        simple = old.dtype == self.identity.dtype == torch.float32 and self.basis.shape[-1] > 0
+        if not (simple and takes_kernel(old, backend)):
+            return False
+        table = slot.matrices.table(tensors)
+        if table is None:
+            return False
+        from mambacl.nullspace.bank_kernels import project_
+
+        groups = self.basis.shape[1]
+        if slot.bases is None or slot.bases.device != old.device:
+            places = torch.tensor(slot.places)[:, None] * groups + torch.arange(groups)
+            slot.bases = places.flatten().to(old.device)
+        project_(
+            *table, old.flatten(0, 1), self.basis.flatten(0, 1), slot.bases, self.identity, self.factor,
+            slot.energy.view(-1, 2) if counted else None,
+        )  # fmt: skip
+        return True
+
     def moved(self, slot: Slot, number: int) -> Tensor:
         """Squares of a part's updates, of their protected share, of what was applied, and of its share: (4,)."""
         place = slot.places[number]
@@ -126,7 +166,10 @@ class Stack:
 
 
 class Bank:
-    """`uses`: for each projector, the parts whose updates it projects; `shapes`: of their parameters."""
+    """`uses`: for each projector, the parts whose updates it projects; `shapes`: of their parameters. `backend` is
+    whether kernels do it, `auto` where they serve, or `triton` or `plain`."""
+
+    backend = "auto"
 
     def __init__(
         self,
@@ -179,7 +222,7 @@ class Bank:
                 if there:
                     some = slot if len(there) == len(slot.parts) else slot.some(there)
                     found.append((stack, slot, some, there, torch.stack(some.matrices(tensors))))
-        return Remembered(found)
+        return Remembered(found, self.backend)
 
     def project(self, before: Tensors, after: Tensors, counted: bool = True) -> None:
         """Replaces the change of every part from `before` to `after`, in place, by its projection."""
@@ -198,11 +241,14 @@ class Remembered:
     """Parts as they were, slot by slot."""
 
     found: list[tuple[Stack, Slot, Slot, list[int], Tensor]]
+    backend: str = "auto"
 
     @torch.no_grad()
     def project(self, tensors: Tensors, counted: bool = True) -> None:
         """Replaces the change of every part since then, in place, by its projection."""
         for stack, slot, some, there, then in self.found:
+            if some is slot and stack.replace_(slot, tensors, then, counted, self.backend):
+                continue
             old = then.to(torch.promote_types(stack.identity.dtype, then.dtype))
             change = torch.stack(some.matrices(tensors)).to(old.dtype).sub_(old)
             result = stack.project_(some, change, counted).add_(old)

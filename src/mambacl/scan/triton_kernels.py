@@ -5,9 +5,9 @@ of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) h
 State n is NT * ln + nt, channel d is DT * ld + dt, so that a lane's own states and channels are contiguous in memory,
 and that the sums over states (of y) and over channels (of dB and dC) need few shuffles each, none of them across warps.
 
-Where there are too few recurrences to fill a GPU, time is split into segments of W steps, each a program of its own:
-`scan_ends` first finds what each segment makes of a zero state, and how much it lets through of another one, from which
-every program puts its own first state together.
+Where there are too few recurrences to fill a GPU, time is split into segments, each a program of its own, and these
+into pieces of W steps: `scan_ends` first finds what each piece makes of a zero state, and how much it lets through of
+another one, from which every program puts its own first state together.
 
 All kernels take T steps at a time, all their loads before their arithmetic. The forward keeps the state before every
 T * EVERY steps; the backward computes from it the states of T steps, then goes back through them. Nothing is summed in
@@ -78,38 +78,79 @@ def _over_states(x):
 
 
 @triton.jit
-def _over_channels(x):
-    return tl.sum(tl.sum(x, axis=3, keep_dims=True), axis=1, keep_dims=True)
+def _xor(x, y):
+    return x ^ y
+
+
+@triton.jit
+def _two_over_channels(x, y, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr):
+    """Sums over the channels, (LN, LD, NT, 1): of x in every second lane of LD, of y in the others.
+
+    Neighbours first exchange what the other one adds up, so that from there on each has one sum instead of two.
+    """
+    x, y = tl.sum(x, axis=3, keep_dims=True), tl.sum(y, axis=3, keep_dims=True)
+    second = tl.broadcast_to(tl.arange(0, LD)[None, :, None, None] % 2 == 1, [LN, LD, NT, 1])
+    own = tl.reshape(tl.where(second, y, x), [LN, LD // 2, 2, NT])
+    given = tl.reshape(tl.where(second, x, y).to(tl.int32, bitcast=True), [LN, LD // 2, 2, NT])
+    taken = (tl.reduce(given, 2, _xor, keep_dims=True) ^ given).to(tl.float32, bitcast=True)  # the neighbour's bits
+    sums = tl.sum(own + taken, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(sums, [LN, LD // 2, 2, NT]), [LN, LD, NT, 1])
 
 
 @triton.jit
 def _carried(
-    state, A, ends_ptr, sums_ptr, image, segment, count, way, channels, states, there, real, D: tl.constexpr,
-    N: tl.constexpr, SEGMENTS: tl.constexpr,
+    state, A, ends_ptr, sums_ptr, place, count, way, channels, states, there, real, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A state carried through `count` segments, one after the other."""
+    """A state carried through `count` pieces, from the one at `place` on."""
     for number in range(0, count):
-        place = image * SEGMENTS + segment + way * number
-        total = tl.load(sums_ptr + place * D + channels, mask=there, other=0.0)
-        end = tl.load(ends_ptr + place * N * D + states * D + channels, mask=there & real, other=0.0)
+        piece = place + way * number
+        total = tl.load(sums_ptr + piece * D + channels, mask=there, other=0.0)
+        end = tl.load(ends_ptr + piece * N * D + states * D + channels, mask=there & real, other=0.0)
         through = tl.where(state == 0.0, 0.0, tl.exp2(total * A) * state)  # nothing stays nothing, however it grows
         state = tl.where(real, through, 0.0) + end
     return state
 
 
-@triton.jit(do_not_specialize=["L", "W"])
+@triton.jit
+def _ends_chunk(
+    state, total, A, x_ptrs, delta_ptrs, M_ptrs, there, real, count,
+    x_l: tl.constexpr, delta_l: tl.constexpr, M_l: tl.constexpr, T: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, BACKWARD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """The state, or its gradient, after T steps, and the sum of deltas."""
+    xs = _steps(x_ptrs, x_l, there, count, T, not EVEN_K, TAIL)
+    deltas = _steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
+    Ms = _steps(M_ptrs, M_l, real, count, T, not EVEN_N, TAIL)
+    for i in tl.static_range(T):
+        if BACKWARD:
+            delta = deltas[T - 1 - i]
+            new = tl.exp2(delta * A) * (state + Ms[T - 1 - i] * xs[T - 1 - i])
+            if TAIL:
+                new = tl.where(_before(T - 1 - i, count), new, state)
+        else:
+            delta = deltas[i]
+            new = tl.exp2(delta * A) * state + (delta * xs[i]) * Ms[i]
+        state = new
+        total += delta
+    return state, total
+
+
+@triton.jit(do_not_specialize=["L", "W", "first", "pieces"])
 def scan_ends(
-    x_ptr, delta_ptr, A_ptr, M_ptr, ends_ptr, sums_ptr, x_b, delta_b, M_b, L, W,
+    x_ptr, delta_ptr, A_ptr, M_ptr, ends_ptr, sums_ptr, x_b, delta_b, M_b, L, W, first, pieces,
     x_l: tl.constexpr, delta_l: tl.constexpr, M_l: tl.constexpr, M_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     N: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, SEGMENTS: tl.constexpr, LOG_A: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr,
+    T: tl.constexpr, LOG_A: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The state after each segment of W steps that begins with none, (b, segments, n, d), x being u and M being B; or,
-    backward, the gradient with regard to the state before it, x being dy and M being C. And the sums of its deltas."""
+    """The state after each of some pieces of W steps that begins with none, (b, pieces, n, d), x being u and M being B;
+    or, backward, the gradient with regard to the state before it, x being dy and M being C. And the sums of its deltas.
+    The pieces are those from `first` on; only backward may one be the last, and shorter."""
+    EVEN_K: tl.constexpr = K % (DT * LD) == 0
+    EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
     blocks: tl.constexpr = D // K * BLOCKS
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
+    piece, image = part % pieces, (part // pieces).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = _decay(A_ptr, matrix, there & real, LOG_A)
     start = image * 0
@@ -120,29 +161,30 @@ def scan_ends(
     M_ptr += image * M_b + group * M_g + start * M_l
     state = tl.zeros([LN, LD, NT, DT], tl.float32)
     total = tl.zeros([LN, LD, 1, DT], tl.float32)
-    chunks = tl.cdiv(tl.minimum(W, L - segment * W), T)
-    for number in range(0, chunks):
-        chunk = segment * (W // T) + number
+    begin = (first + piece) * (W // T)
+    whole = tl.minimum(begin + W // T, L // T)
+    if BACKWARD:
+        if (first + piece + 1) * W > whole * T:
+            if whole * T < L:
+                at = image * 0 + WAY * whole * T
+                state, total = _ends_chunk(
+                    state, total, A, x_ptr + at * x_l + channels, delta_ptr + at * delta_l + channels,
+                    M_ptr + at * M_l + states, there, real, L - whole * T,
+                    WAY * x_l, WAY * delta_l, WAY * M_l, T, EVEN_K, EVEN_N, BACKWARD, True,
+                )  # fmt: skip
+    for number in range(0, whole - begin):
+        chunk = begin + number
         if BACKWARD:
-            chunk += chunks - 1 - 2 * number
-        count = L - chunk * T
+            chunk = whole - 1 - number
         at = image * 0 + WAY * chunk * T
-        xs = _steps(x_ptr + at * x_l + channels, WAY * x_l, there, count, T, True, True)
-        deltas = _steps(delta_ptr + at * delta_l + channels, WAY * delta_l, there, count, T, True, True)
-        Ms = _steps(M_ptr + at * M_l + states, WAY * M_l, real, count, T, True, True)
-        for i in tl.static_range(T):
-            if BACKWARD:
-                delta = deltas[T - 1 - i]
-                new = tl.exp2(delta * A) * (state + Ms[T - 1 - i] * xs[T - 1 - i])
-                state = tl.where(_before(T - 1 - i, count), new, state)
-            else:
-                delta = deltas[i]
-                new = tl.exp2(delta * A) * state + (delta * xs[i]) * Ms[i]
-                state = tl.where(_before(i, count), new, state)
-            total += delta
-    place = image * SEGMENTS + segment
-    first = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
-    tl.store(sums_ptr + place * D + channels, total, mask=first)
+        state, total = _ends_chunk(
+            state, total, A, x_ptr + at * x_l + channels, delta_ptr + at * delta_l + channels,
+            M_ptr + at * M_l + states, there, real, T,
+            WAY * x_l, WAY * delta_l, WAY * M_l, T, EVEN_K, EVEN_N, BACKWARD, False,
+        )  # fmt: skip
+    place = image * pieces + piece
+    leads = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
+    tl.store(sums_ptr + place * D + channels, total, mask=leads)
     tl.store(ends_ptr + place * N * D + states * D + channels, state, mask=there & real)
 
 
@@ -179,8 +221,8 @@ def scan_forward(
     u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr, C_l: tl.constexpr,
     C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, LOG_A: tl.constexpr, KEEP: tl.constexpr,
-    REVERSE: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, PIECES: tl.constexpr, LOG_A: tl.constexpr,
+    KEEP: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """u, delta, y: (b, l, d); A (d, n); B, C (b, l, g, n); last (b, d, n); kept (b, chunks, n, d)."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
@@ -205,9 +247,10 @@ def scan_forward(
     h = tl.zeros([LN, LD, NT, DT], tl.float32)
     whole, first, end = L // T, 0, L // T
     if SEGMENTS > 1:
-        h = _carried(h, A, ends_ptr, sums_ptr, image, 0, segment, 1, channels, states, there, real, D, N, SEGMENTS)
-        first = segment * (W // T)
-        end = tl.minimum(first + W // T, whole)
+        place = image * ((SEGMENTS - 1) * PIECES)
+        h = _carried(h, A, ends_ptr, sums_ptr, place, segment * PIECES, 1, channels, states, there, real, D, N)
+        first = segment * PIECES * (W // T)
+        end = tl.minimum(first + PIECES * (W // T), whole)
     for chunk in range(first, end):
         if KEEP:
             if chunk % EVERY == 0:
@@ -241,7 +284,7 @@ def _sigmoid_of_softplus(delta):
 
 @triton.jit
 def _backward_chunk(
-    h, g, dA, A, u_ptrs, delta_ptrs, dy_ptrs, B_ptrs, C_ptrs, du_ptrs, ddelta_ptrs, dB_ptrs, dC_ptrs,
+    h, g, dA, A, u_ptrs, delta_ptrs, dy_ptrs, B_ptrs, C_ptrs, du_ptrs, ddelta_ptrs, parts_ptrs,
     there, real, writes, adds, count,
     u_l: tl.constexpr, delta_l: tl.constexpr, dy_l: tl.constexpr, B_l: tl.constexpr, C_l: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr,
@@ -284,8 +327,7 @@ def _backward_chunk(
             dC, dB = tl.where(there, dC, 0.0), tl.where(there, dB, 0.0)
         if not EVEN_N:
             w, gB = tl.where(real, w, 0.0), tl.where(real, gB, 0.0)
-        dC = tl.broadcast_to(_over_channels(dC), [LN, LD, NT, 1])
-        dB = tl.broadcast_to(_over_channels(dB), [LN, LD, NT, 1])
+        parts = _two_over_channels(dB, dC, LN, LD, NT)
         dx = tl.broadcast_to(_over_states(gB), [LN, LD, 1, DT])
         ddelta = LN2 * tl.broadcast_to(_over_states(w * A), [LN, LD, 1, DT]) + dx * u
         if SOFTPLUS:
@@ -297,13 +339,11 @@ def _backward_chunk(
             dA += w * delta
         g = a * g
         if TAIL:
-            tl.store(dC_ptrs + i * N, dC, mask=adds & inside)
-            tl.store(dB_ptrs + i * N, dB, mask=adds & inside)
+            tl.store(parts_ptrs + i * 2 * N, parts, mask=adds & inside)
             tl.store(du_ptrs + i * D, dx * delta, mask=writes & inside)
             tl.store(ddelta_ptrs + i * D, ddelta, mask=writes & inside)
         else:
-            tl.store(dC_ptrs + i * N, dC, mask=adds)
-            tl.store(dB_ptrs + i * N, dB, mask=adds)
+            tl.store(parts_ptrs + i * 2 * N, parts, mask=adds)
             tl.store(du_ptrs + i * D, dx * delta, mask=writes)
             tl.store(ddelta_ptrs + i * D, ddelta, mask=writes)
     return g, dA
@@ -335,16 +375,16 @@ def _state_before(
 
 @triton.jit(do_not_specialize=["L", "W"])
 def scan_backward(
-    dy_ptr, dlast_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, kept_ptr, du_ptr, ddelta_ptr, dA_ptr, dB_ptr, dC_ptr,
+    dy_ptr, dlast_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, kept_ptr, du_ptr, ddelta_ptr, dA_ptr, parts_ptr,
     ends_ptr, sums_ptr, dy_b, u_b, delta_b, B_b, C_b, L, W,
     dy_l: tl.constexpr, u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, B_g: tl.constexpr,
     C_l: tl.constexpr, C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
-    T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, LOG_A: tl.constexpr, LAST: tl.constexpr,
-    NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, RELOAD: tl.constexpr,
+    T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, PIECES: tl.constexpr, LOG_A: tl.constexpr,
+    LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
-    """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; dB, dC (b, blocks, l, n), to be summed over the
-    blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it;
+    """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; parts of dB and dC (b, blocks, l, 2, n), to be summed
+    over the blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it;
     with LOG_A, A holds log(-A), and dA its gradient."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
@@ -364,11 +404,11 @@ def scan_backward(
     C_ptr += image * C_b + group * C_g + start * C_l
     du_ptr += (image * L + start) * D
     ddelta_ptr += (image * L + start) * D
-    dB_ptr += ((image * blocks + block) * L + start) * N
-    dC_ptr += ((image * blocks + block) * L + start) * N
+    parts_ptr += ((image * blocks + block) * L + start) * 2 * N
     kept_ptr += image * tl.cdiv(L, T * EVERY) * N * D
     writes = there & (tl.broadcast_to(tl.arange(0, LN)[:, None, None, None], [LN, LD, 1, DT]) == 0)
-    adds = real & (tl.broadcast_to(tl.arange(0, LD)[None, :, None, None], [LN, LD, NT, 1]) == 0)
+    lane = tl.broadcast_to(tl.arange(0, LD)[None, :, None, None], [LN, LD, NT, 1])
+    adds, added = real & (lane < 2), lane % 2 * N + states
 
     if LAST:
         g = tl.load(dlast_ptr + image * D * N + matrix, mask=there & real, other=0.0)
@@ -377,12 +417,13 @@ def scan_backward(
     dA = tl.zeros([LN, LD, NT, DT], tl.float32)
     whole, first, end = L // T, 0, L // T
     if SEGMENTS > 1:
+        later = tl.cdiv(L, W) - PIECES  # than the first segment
         g = _carried(
-            g, A, ends_ptr, sums_ptr, image, SEGMENTS - 1, SEGMENTS - 1 - segment, -1, channels, states, there, real,
-            D, N, SEGMENTS,
+            g, A, ends_ptr, sums_ptr, image * later + later - 1, later - segment * PIECES, -1, channels, states, there,
+            real, D, N,
         )  # fmt: skip
-        first = segment * (W // T)
-        end = tl.minimum(first + W // T, whole)
+        first = segment * PIECES * (W // T)
+        end = tl.minimum(first + PIECES * (W // T), whole)
     if (whole * T < L) & (segment == SEGMENTS - 1):
         h = _state_before(
             whole, A, kept_ptr, u_ptr, delta_ptr, B_ptr, channels, states, there, real,
@@ -392,8 +433,7 @@ def scan_backward(
         g, dA = _backward_chunk(
             h, g, dA, A, u_ptr + at * u_l + channels, delta_ptr + at * delta_l + channels,
             dy_ptr + at * dy_l + channels, B_ptr + at * B_l + states, C_ptr + at * C_l + states,
-            du_ptr + at * D + channels, ddelta_ptr + at * D + channels,
-            dB_ptr + at * N + states, dC_ptr + at * N + states,
+            du_ptr + at * D + channels, ddelta_ptr + at * D + channels, parts_ptr + at * 2 * N + added,
             there, real, writes, adds, L - whole * T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
             WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, True,
         )  # fmt: skip
@@ -407,8 +447,7 @@ def scan_backward(
         g, dA = _backward_chunk(
             h, g, dA, A, u_ptr + at * u_l + channels, delta_ptr + at * delta_l + channels,
             dy_ptr + at * dy_l + channels, B_ptr + at * B_l + states, C_ptr + at * C_l + states,
-            du_ptr + at * D + channels, ddelta_ptr + at * D + channels,
-            dB_ptr + at * N + states, dC_ptr + at * N + states,
+            du_ptr + at * D + channels, ddelta_ptr + at * D + channels, parts_ptr + at * 2 * N + added,
             there, real, writes, adds, T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
             WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, False,
         )  # fmt: skip

@@ -5,7 +5,7 @@ own; states, sums and y are float32.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ KEPT = 8  # steps between the states that the forward keeps
 FILLED = 2048  # warps that keep a large GPU busy
 SHORTEST = 256  # steps of a segment: below, going over all steps once more costs more than it saves
 MOST_SEGMENTS = 8
+ENDS_REGISTERS = 80
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,15 @@ def forward(
     y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
     kept = _new(u, kept_shape(u, A) if keep else (0,))
     plan = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False)
-    width, count = _widths(u, B, plan)
-    ends, sums = _ends(u, delta, A, B, plan, width, count, log_A, reverse, backward=False)
+    split = _split(u, B, plan, backward=False)
+    ends, sums = _ends(u, delta, A, B, plan, split, log_A, reverse, backward=False)
     launch(
         scan_forward,
-        (_blocks(u, B, plan) * len(u) * count,),
+        (_blocks(u, B, plan) * len(u) * split.segments,),
         u, delta, A, B, C, y, last, kept, ends, sums,
-        u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1], width,
-        **_constants(plan, u, delta, A, B, C), SEGMENTS=count, LOG_A=log_A, KEEP=keep, REVERSE=reverse,
+        u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1], split.width,
+        **_constants(plan, u, delta, A, B, C), SEGMENTS=split.segments, PIECES=split.pieces, LOG_A=log_A, KEEP=keep,
+        REVERSE=reverse,
     )  # fmt: skip
     return y, last, kept
 
@@ -108,20 +110,29 @@ def backward(
     plan = layout(states, u.shape[0] * u.shape[2], backward=True)
     blocks = _blocks(u, B, plan)
     du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
-    width, count = _widths(u, B, plan)
-    ends, sums = _ends(dy, delta, A, C, plan, width, count, log_A, reverse, backward=True)
-    dA = _new(u, (batch * count if need_A else 0, *A.shape))
-    parts = _new(u, (2, batch, blocks, length, states))  # of dB and of dC
+    split = _split(u, B, plan, backward=True)
+    ends, sums = _ends(dy, delta, A, C, plan, split, log_A, reverse, backward=True)
+    dA = _new(u, (batch * split.segments if need_A else 0, *A.shape))
+    parts = _new(u, (batch, blocks, length, 2, states))  # of dB and of dC
     launch(
         scan_backward,
-        (blocks * len(u) * count,),
-        dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts[0], parts[1],
-        ends, sums, dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, width,
-        dy_l=dy.stride(1), **_constants(plan, u, delta, A, B, C), SEGMENTS=count, LOG_A=log_A,
-        LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse, SOFTPLUS=softplus, RELOAD=plan.reload,
+        (blocks * len(u) * split.segments,),
+        dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts,
+        ends, sums, dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, split.width,
+        dy_l=dy.stride(1), **_constants(plan, u, delta, A, B, C), SEGMENTS=split.segments, PIECES=split.pieces,
+        LOG_A=log_A, LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse, SOFTPLUS=softplus, RELOAD=plan.reload,
     )  # fmt: skip
-    dB, dC = parts.unflatten(2, (groups, -1)).sum(3).transpose(2, 3).unbind(0)  # (b, l, g, n)
+    dB, dC = parts.unflatten(1, (groups, -1)).sum(2).transpose(1, 2).unbind(3)  # (b, l, g, n)
     return du, ddelta, dA.sum(0), dB, dC
+
+
+@dataclass(frozen=True)
+class Split:
+    """Time in segments, each a program's, of so many pieces of `width` steps, whose ends are found beforehand."""
+
+    width: int
+    pieces: int
+    segments: int
 
 
 def segments(length: int, programs: int) -> int:
@@ -132,35 +143,40 @@ def segments(length: int, programs: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _widths(u: Tensor, B: Tensor, plan: Layout) -> tuple[int, int]:
-    """Steps of a segment, a multiple of those between kept states, and how many segments there are."""
+def _split(u: Tensor, B: Tensor, plan: Layout, backward: bool) -> Split:
+    """Pieces are a multiple of the steps between kept states."""
     length, wanted = u.shape[1], segments(u.shape[1], _blocks(u, B, plan) * len(u))
     if wanted == 1:
-        return length, 1
-    width = -(-length // wanted // KEPT) * KEPT or KEPT
-    return width, -(-length // width)
+        return Split(length, 1, 1)
+    pieces = 1
+    width = -(-length // (wanted * pieces) // KEPT) * KEPT or KEPT
+    return Split(width, pieces, -(-length // (width * pieces)))
 
 
 def _ends(
-    x: Tensor, delta: Tensor, A: Tensor, M: Tensor, plan: Layout, width: int, count: int, log_A: bool, reverse: bool,
+    x: Tensor, delta: Tensor, A: Tensor, M: Tensor, plan: Layout, split: Split, log_A: bool, reverse: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What each segment makes of nothing, (b, segments, n, d), and the sums of its deltas, (b, segments, d)."""
+    """What each piece makes of nothing, (b, pieces, n, d), and the sums of its deltas, (b, pieces, d): those of all
+    segments but the last; backward, of all but the first."""
     from mambacl.fused.launch import launch
     from mambacl.scan.triton_kernels import scan_ends
 
-    some = count if count > 1 else 0
-    ends, sums = _new(x, (len(x), some, A.shape[1], x.shape[2])), _new(x, (len(x), some, x.shape[2]))
-    if count > 1:
+    length = x.shape[1]
+    first = split.pieces if backward else 0
+    pieces = -(-length // split.width) - split.pieces if backward else (split.segments - 1) * split.pieces
+    ends, sums = _new(x, (len(x), pieces, A.shape[1], x.shape[2])), _new(x, (len(x), pieces, x.shape[2]))
+    if pieces:
+        plan = replace(plan, registers=ENDS_REGISTERS if plan.registers else None)
         constants = _constants(plan, x, delta, A, M, M)
         taken = {"x_l": constants["u_l"], "M_l": constants["B_l"], "M_g": constants["B_g"]}
         dropped = ("u_l", "B_l", "B_g", "C_l", "C_g", "EVERY")
         launch(
             scan_ends,
-            (_blocks(x, M, plan) * len(x) * count,),
-            x, delta, A, M, ends, sums, x.stride(0), delta.stride(0), M.stride(0), x.shape[1], width,
+            (_blocks(x, M, plan) * len(x) * pieces,),
+            x, delta, A, M, ends, sums, x.stride(0), delta.stride(0), M.stride(0), length, split.width, first, pieces,
             **taken, **{name: value for name, value in constants.items() if name not in dropped},
-            SEGMENTS=count, LOG_A=log_A, REVERSE=reverse, BACKWARD=backward,
+            LOG_A=log_A, REVERSE=reverse, BACKWARD=backward,
         )  # fmt: skip
     return ends, sums
 

@@ -1,0 +1,182 @@
+"""The kernels that project updates against their plain twin, on the GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+from kernels_help import DEVICE, captured, gpu, kernels, poisoned
+from test_bank import MODELS, case, made, random_like
+
+from mambacl.nullspace import Part
+from mambacl.nullspace.bank import Bank
+
+HERE = torch.device(DEVICE)
+
+
+def tensors(shapes, seed):
+    return {name: tensor.float().to(HERE) for name, tensor in random_like(shapes, seed).items()}
+
+
+def one_part(n, size, ranks, *, groups=1, dtype=torch.float32, parts=2, eta=0.9):
+    """A bank of some parts of (n, size) that have decompositions of their own."""
+    names = [f"p{i}" for i in range(parts)]
+    uses = [
+        (made(size, ranks if groups == 1 else [ranks] * groups, seed)[0], [Part("linear", name, groups=groups)])
+        for seed, name in enumerate(names)
+    ]
+    shapes = {name: torch.Size((n * groups, size)) for name in names}
+    return Bank(uses, shapes, eta, "none", dtype, HERE), shapes
+
+
+def projected(bank, backend, before, after, **options):
+    """The parameters after a projection, what moved, and whether kernels did it everywhere."""
+    bank.backend = backend
+    for stack in bank.stacks:
+        for slot in stack.slots:
+            slot.energy.zero_()
+    new = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in after.items()}
+    with poisoned():
+        bank.project(before, new, **options)
+    return new, bank.moved()
+
+
+def assert_twins_agree(bank, before, after):
+    ours, moved = projected(bank, "triton", before, after)
+    theirs, expected = projected(bank, "plain", before, after)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=2e-6, atol=2e-6, msg=name)
+    for name, sums in expected.items():
+        torch.testing.assert_close(moved[name], sums, rtol=1e-5, atol=1e-5 * sums.max().item(), msg=name)
+
+
+def kernel_calls(monkeypatch):
+    from mambacl.nullspace import bank_kernels
+
+    seen, run = [], bank_kernels.project_
+    monkeypatch.setattr(bank_kernels, "project_", lambda *inputs: (seen.append(inputs[2].shape), run(*inputs)))
+    return seen
+
+
+@kernels
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_part_is_projected_alike(name, monkeypatch):
+    """Linear maps, rows of them, convolutions of many groups, A from the left, 1-D and 3-D parameters."""
+    bank, _, shapes, _, _ = case(name, dtype=torch.float32, device=HERE)
+    seen = kernel_calls(monkeypatch)
+    assert_twins_agree(bank, tensors(shapes, 1), tensors(shapes, 2))
+    assert seen
+
+
+@kernels
+@pytest.mark.parametrize("n, size, rank", [(1, 5, 2), (16, 33, 16), (17, 64, 50), (70, 40, 7), (129, 150, 140)])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_sizes_that_are_no_multiple_of_a_tile(n, size, rank, groups, monkeypatch):
+    bank, shapes = one_part(n, size, rank, groups=groups)
+    seen = kernel_calls(monkeypatch)
+    assert_twins_agree(bank, tensors(shapes, 1), tensors(shapes, 2))
+    assert seen == [(2 * groups, n, size)]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bases_in_half_precision(dtype):
+    bank, shapes = one_part(20, 24, 8, dtype=dtype)
+    assert_twins_agree(bank, tensors(shapes, 1), tensors(shapes, 2))
+
+
+@kernels
+def test_the_change_that_is_protected_is_gone():
+    bank, shapes = one_part(24, 40, 30, eta=1.0)
+    before, after = tensors(shapes, 1), tensors(shapes, 2)
+    new, _ = projected(bank, "triton", before, after)
+    for part, (stack, _, number) in bank.slots.items():
+        left = (new[part] - before[part]) @ stack.basis[number, 0]
+        assert left.norm() < 1e-6 * (after[part] - before[part]).norm()
+
+
+@kernels
+def test_weights_in_another_layout_are_found(monkeypatch):
+    bank, shapes = one_part(12, 20, 8)
+    before, after = tensors(shapes, 1), tensors(shapes, 2)
+    after = {name: tensor.T.contiguous().T for name, tensor in after.items()}
+    seen = kernel_calls(monkeypatch)
+    assert_twins_agree(bank, before, after)
+    assert seen
+
+
+@kernels
+@pytest.mark.parametrize("change", ["dtype", "layout of one", "some missing", "nothing protected"])
+def test_the_plain_twin_serves_what_the_kernels_do_not(change, monkeypatch):
+    bank, shapes = one_part(12, 20, 20 if change == "nothing protected" else 8)
+    before, after = tensors(shapes, 1), tensors(shapes, 2)
+    if change == "dtype":
+        before, after = ({name: tensor.double() for name, tensor in table.items()} for table in (before, after))
+    elif change == "layout of one":
+        after["p0"] = after["p0"].T.contiguous().T
+    elif change == "some missing":
+        del before["p0"], after["p0"]
+    seen = kernel_calls(monkeypatch)
+    assert_twins_agree(bank, before, after)
+    assert not seen
+
+
+@kernels
+def test_nothing_is_counted_that_shall_not_be():
+    bank, shapes = one_part(12, 20, 8)
+    _, moved = projected(bank, "triton", tensors(shapes, 1), tensors(shapes, 2), counted=False)
+    assert all(not sums.any() for sums in moved.values())
+
+
+@kernels
+def test_numbers_that_are_none_stay_in_their_rows():
+    bank, shapes = one_part(12, 20, 8)
+    before, after = tensors(shapes, 1), tensors(shapes, 2)
+    after["p1"][3, 4] = float("nan")
+    new, _ = projected(bank, "triton", before, after)
+    bad = new["p1"].isnan().any(1)
+    assert bad[3] and bad.sum() == 1
+    assert not new["p0"].isnan().any()
+
+
+class TestForReal:
+    pytestmark = gpu
+
+    def test_as_exact_as_float32(self):
+        """Against float64, at the size of the paper's largest model: the change that is left in protected directions,
+        and the whole; no worse than products of float32, whatever PyTorch is allowed."""
+        bank, shapes = one_part(1024, 2048, 2048 - 208, eta=1.0)
+        before = {name: 0.02 * tensor for name, tensor in tensors(shapes, 1).items()}
+        after = {name: tensor + 1e-4 * tensors(shapes, 2)[name] for name, tensor in before.items()}
+        zero = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+        change = {name: after[name] - before[name] for name in after}
+        errors = {}
+        for backend in ("triton", "plain"):
+            torch.set_float32_matmul_precision("high")
+            try:
+                new, _ = projected(bank, backend, zero, change)
+            finally:
+                torch.set_float32_matmul_precision("highest")
+            for name, (stack, _, number) in bank.slots.items():
+                V, whole = stack.basis[number, 0].double(), change[name].double()
+                wanted = whole - whole @ V @ V.T
+                errors[name, backend] = ((new[name] - wanted).norm() / wanted.norm()).item()
+        for name in shapes:
+            assert errors[name, "triton"] < 2e-7
+            assert errors[name, "triton"] < 1.5 * errors[name, "plain"]
+
+    def test_the_same_bits_each_time_and_in_a_recorded_step(self):
+        bank, shapes = one_part(300, 384, 384 - 40)
+        before, after = tensors(shapes, 1), tensors(shapes, 2)
+        first, _ = projected(bank, "triton", before, after)
+        again, _ = projected(bank, "triton", before, after)
+        new = {name: tensor.clone() for name, tensor in after.items()}
+
+        def step():
+            for name, tensor in new.items():
+                tensor.copy_(after[name])
+            bank.project(before, new)
+            return list(new.values())
+
+        graph, made_by = captured(step)
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, recorded in zip(new, made_by, strict=True):
+            assert torch.equal(first[name], again[name]) and torch.equal(first[name], recorded)
