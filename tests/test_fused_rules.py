@@ -202,6 +202,15 @@ def test_without_triton_the_plain_twins_serve(monkeypatch: pytest.MonkeyPatch) -
             function(*inputs, backend="triton")
 
 
+def test_on_gpus_of_another_kind_the_plain_twins_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(switch, "_imports", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(switch.logger, "info", lambda message, *_: said.append(message))
+    assert not switch.available() and not switch.available()
+    assert len(said) == 1 and "AMD" in said[0]
+
+
 def test_importing_the_package_does_not_import_triton() -> None:
     code = """
 import sys

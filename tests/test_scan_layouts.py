@@ -54,7 +54,7 @@ def test_every_layout_that_is_chosen_gives_the_same_answer(
 @pytest.mark.parametrize("channels, steps", [(1, 2), (2, 8), (4, 4), (1, 8), (4, 2)])
 def test_other_layouts_give_the_same_answer(n: int, channels: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = triton_scan.layout(n, 1, backward=True)
-    plan = triton_scan.Layout(chosen.states, chosen.lanes_n, channels, chosen.lanes_d, steps, reload=channels != 2)
+    plan = triton_scan.Layout(chosen.states, chosen.lanes_n, channels, chosen.lanes_d, steps)
     inputs = tokens(b=1, l=11, d=3, n=n)
     wanted = reference(inputs, softplus=True)
     monkeypatch.setattr(triton_scan, "layout", lambda *args, **options: plan)
@@ -71,22 +71,45 @@ def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.Mon
 
 @kernels
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
-@pytest.mark.parametrize("segments, length, n, groups", [(2, 9, 3, 1), (3, 40, 16, 2), (5, 33, 1, 1), (4, 17, 5, 1)])
+@pytest.mark.parametrize("segments, length, n, groups", [(2, 9, 3, 1), (3, 40, 16, 2), (5, 33, 2, 1), (4, 17, 5, 1)])
 def test_time_in_segments_gives_the_same_answer(
     segments: int, length: int, n: int, groups: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_scan, "segments", lambda length, programs: segments)
+    monkeypatch.setattr(triton_scan, "segments", lambda *inputs: segments)
     compare(tokens(b=2, l=length, d=6, n=n, groups=groups), softplus=True, reverse=reverse)
 
 
+@kernels
+@pytest.mark.parametrize("length, split", [(40, (8, 2, 3)), (33, (8, 2, 3)), (60, (16, 2, 2)), (25, (8, 3, 2))])
+def test_segments_of_several_pieces_give_the_same_answer(
+    length: int, split: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_scan, "_split", lambda *inputs, backward: triton_scan.Split(*split))
+    compare(tokens(b=2, l=length, d=6, n=3), softplus=True)
+
+
+@pytest.mark.parametrize("length", [512, 700, 1024, 2048, 3136, 5000])
+@pytest.mark.parametrize("programs", [1, 96, 768])
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_step_is_in_one_segment(
+    length: int, programs: int, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    u, B = torch.empty(1, length, 16, device="meta"), torch.empty(1, length, 1, 16, device="meta")
+    monkeypatch.setattr(triton_scan, "_blocks", lambda *inputs: programs)
+    split = triton_scan._split(u, B, triton_scan.layout(16, 16, backward), backward)
+    segment = split.width * split.pieces
+    assert (split.segments - 1) * segment < length <= split.segments * segment
+    assert split.segments == 1 or split.width % triton_scan.KEPT == 0
+
+
 def test_time_is_split_where_there_are_few_long_recurrences() -> None:
-    assert triton_scan.segments(2048, 8 * 1536 // 16) == 8  # language
-    assert triton_scan.segments(2048, 1536 // 16) == 8
-    assert triton_scan.segments(700, 10) == 2
-    assert triton_scan.segments(145, 200 * 2048 // 32) == 1
-    assert triton_scan.segments(3136, 64 * 768 // 32) == 1
-    assert triton_scan.segments(197, 1) == 1
-    assert triton_scan.segments(4096, 0) == 1
+    language = 8 * 1536 // 16
+    assert [triton_scan.segments(2048, language, backward) for backward in (False, True)] == [4, 2]
+    assert triton_scan.segments(2048, 1536 // 16, False) == 8
+    assert triton_scan.segments(700, 10, True) == 2
+    assert triton_scan.segments(145, 200 * 2048 // 32, False) == 1
+    assert triton_scan.segments(197, 1, False) == 1
+    assert triton_scan.segments(4096, 0, False) == 1
 
 
 @kernels
@@ -95,7 +118,7 @@ def test_nothing_stays_nothing_through_a_segment_that_would_make_it_infinite(mon
     inputs["A"] = torch.full_like(inputs["A"], 22.4)
     inputs["delta"] = torch.full_like(inputs["delta"], 0.5)
     inputs["u"][:, :16] = 0
-    monkeypatch.setattr(triton_scan, "segments", lambda length, programs: 3)
+    monkeypatch.setattr(triton_scan, "segments", lambda *inputs: 3)
     last = scan_tokens(*inputs.values(), backend="triton")[1]
     expected = scan_tokens(*inputs.values(), backend="reference")[1]
     assert torch.equal(last.isfinite(), expected.isfinite())

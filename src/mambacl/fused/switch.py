@@ -1,7 +1,8 @@
 """Whether the Triton kernels serve a call, or the plain PyTorch twins do.
 
-The kernels serve CUDA tensors where Triton imports and nobody switched them off: `with plain():` does so for a block of
-code, `MAMBACL_PLAIN=1` in the environment for a whole program. Triton itself is imported when a kernel is first wanted.
+The kernels serve tensors on NVIDIA GPUs where Triton imports and nobody switched them off: `with plain():` does so for
+a block of code, `MAMBACL_PLAIN=1` in the environment for a whole program. Triton itself is imported when a kernel is
+first wanted.
 """
 
 import os
@@ -41,10 +42,13 @@ def plain() -> Iterator[None]:
 
 
 def available() -> bool:
-    """Whether Triton imports; where it does not, says so once."""
+    """Whether Triton imports, for the GPUs that the kernels were made for and tested on; otherwise says so once."""
     global _imports
     if torch.compiler.is_compiling():  # the tracer shall see neither the import nor the logger
-        return _found
+        return _found and torch.version.hip is None
+    if _imports is None and torch.version.hip is not None:
+        _imports = False
+        logger.info("This PyTorch is for AMD's GPUs: plain PyTorch takes the place of the fused kernels.")
     if _imports is None:
         try:
             import_module("triton")
@@ -64,7 +68,10 @@ def takes_kernel(x: Tensor, backend: str) -> bool:
     if backend != "triton":
         raise UserError(f"There is no fused backend '{backend}'; choose one of {', '.join(BACKENDS)}.")
     if not available():
-        raise UserError("backend='triton' needs the package triton; install it, or use backend='auto'.")
+        raise UserError(
+            "backend='triton' needs the package triton and a PyTorch for NVIDIA's GPUs; install them, or use "
+            "backend='auto'."
+        )
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"The Triton kernels take CUDA tensors, got one on {x.device}; use backend='auto'.")
     return True

@@ -16,7 +16,7 @@ from mambacl.nullspace.adapters import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
 
-ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
+ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads several numbers at once
 MOST_TABLES = 8  # an optimizer may keep copies of its parameters, each at places of its own
 PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
 Tensors = Mapping[str, Tensor]  # parameters by name
@@ -46,7 +46,7 @@ class Views:
         rows and columns are: what a kernel needs to find them. None where that differs, where they are copies, or not
         of float32."""
         views = self(tensors)
-        strides = {view.stride()[-2:] for view in views}
+        strides = {(view.stride(-2), view.stride(-1)) for view in views}
         kinds = {(view.dtype, view.device) for view in views}
         if views is not self._views or len(strides) > 1 or len(kinds) > 1 or views[0].dtype != torch.float32:
             return None
@@ -197,13 +197,13 @@ class Bank:
                 del members[:count]
 
     def _assign(self, users: Sequence[Sequence[Part]], stack: Stack, shapes: Mapping[str, torch.Size]) -> None:
-        slots: dict[tuple[int, ...], Slot] = {}
+        slots: dict[tuple[int | str, ...], Slot] = {}
         for place, parts in enumerate(users):
             seen: dict[tuple[int, ...], int] = {}
             for part in parts:
                 shape = tuple(part.matrix(torch.empty(shapes[part.parameter], device="meta")).shape)
                 seen[shape] = seen.get(shape, -1) + 1  # two parts of one shape go to two slots
-                slot = slots.setdefault((*shape, seen[shape]), Slot())
+                slot = slots.setdefault((*shape, part.side, seen[shape]), Slot())
                 slot.parts.append(part)
                 slot.places.append(place)
         groups, device = stack.basis.shape[1], stack.basis.device

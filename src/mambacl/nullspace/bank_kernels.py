@@ -8,11 +8,10 @@ With W0 the matrices before a step, W after it, and V a basis:
 Nothing as large as a parameter is written but the result: `_inside` leaves as many columns as a basis has, and the sums
 of squares that a bank counts, tile by tile. The matrices are found by their addresses, wherever they lie.
 
-A GPU's fast products take numbers of eight bits. Three of them make a float32, and six of the nine products of such
-thirds are added up: as exact as float32, and several times as fast.
+A GPU's fast products take numbers of eleven bits. Each number is taken as two of them, the second being what the first
+leaves, and three of the four products are added up: as exact as a product of float32, and faster. They want the axis
+that is summed over to be the contiguous one of what they multiply by, which is why `_inside` computes its transpose.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,95 +20,71 @@ from torch import Tensor
 
 from mambacl.fused.launch import launch
 
+SUMMED = 32  # numbers of a sum that are taken at a time
+FEW = 64  # rows: smaller matrices are one tile high
+
 
 @triton.jit
-def _tile(pid, ROWS: tl.constexpr, COLUMNS: tl.constexpr, N_ROWS: tl.constexpr, N_COLUMNS: tl.constexpr):
-    """A program's matrix (64 bits), the rows and columns of its tile, and whether it is the first of these rows."""
-    column_tiles: tl.constexpr = (N_COLUMNS + COLUMNS - 1) // COLUMNS
-    tiles: tl.constexpr = (N_ROWS + ROWS - 1) // ROWS * column_tiles
+def _tile(pid, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's matrix, the rows and columns of its tile, and whether it is the first of these rows."""
+    across = tl.cdiv(n_columns, COLUMNS)
+    tiles = tl.cdiv(n_rows, ROWS) * across
     tile = pid % tiles
-    rows = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
-    columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    return (pid // tiles).to(tl.int64), rows[:, None], columns[None, :], tile % column_tiles == 0
+    rows = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    return (pid // tiles).to(tl.int64), rows, columns, tile % across == 0
 
 
 @triton.jit
 def _inside(
-    addresses, old, basis, bases, inside, sums,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    addresses, old, basis, bases, inside, sums, n, D, r, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """inside (matrices, N, R); sums (matrices x tiles, 2), of squares."""
+    """inside (matrices, n, r); sums (matrices x tiles, 2), of squares."""
     pid = tl.program_id(0)
-    matrix, rows, columns, first = _tile(pid, BN, BR, N, R)
+    matrix, rows, columns, first = _tile(pid, n, r, ROWS, COLUMNS)
+    rows, columns = rows[None, :], columns[:, None]
     new = tl.load(addresses + matrix).to(tl.pointer_type(tl.float32))
-    old += matrix * N * D
-    basis += tl.load(bases + matrix) * D * R
-    acc = tl.zeros([BN, BR], tl.float32)
-    squares = tl.zeros([BN, BD], tl.float32)
-    for start in range(0, D, BD):
-        k = start + tl.arange(0, BD)
-        mask = (rows < N) & (k < D)[None, :]
-        change = tl.load(new + rows * ROW + k[None, :] * COLUMN, mask=mask, other=0.0)
-        change -= tl.load(old + rows * D + k[None, :], mask=mask, other=0.0)
-        V = tl.load(basis + k[:, None] * R + columns, mask=(k < D)[:, None] & (columns < R), other=0.0)
-        acc = tl.dot(change, V.to(tl.float32), acc, input_precision=PRECISION)
+    old += matrix * n * D
+    basis += tl.load(bases + matrix) * D * r
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    squares = tl.zeros([SUMMED, ROWS], tl.float32)
+    for start in range(0, D, SUMMED):
+        k = start + tl.arange(0, SUMMED)
+        there = (rows < n) & (k < D)[:, None]
+        change = tl.load(new + rows * row + k[:, None] * column, mask=there, other=0.0)
+        change -= tl.load(old + rows * D + k[:, None], mask=there, other=0.0)
+        V = tl.load(basis + k[None, :] * r + columns, mask=(k < D)[None, :] & (columns < r), other=0.0)
+        acc = tl.dot(V.to(tl.float32), change, acc, input_precision=PRECISION)
         squares += change * change
-    tl.store(inside + matrix * N * R + rows * R + columns, acc, mask=(rows < N) & (columns < R))
+    tl.store(inside + matrix * n * r + rows * r + columns, acc, mask=(rows < n) & (columns < r))
     tl.store(sums + 2 * pid, tl.where(first, tl.sum(tl.sum(squares, axis=1), axis=0), 0.0))
     tl.store(sums + 2 * pid + 1, tl.sum(tl.sum(acc * acc, axis=1), axis=0))
 
 
 @triton.jit
 def _apply(
-    addresses, old, basis, bases, inside, identity, factor,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    addresses, old, basis, bases, inside, identity, factor, n, D, r, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    matrix, rows, columns, _ = _tile(tl.program_id(0), BN, BD, N, D)
+    matrix, rows, columns, _ = _tile(tl.program_id(0), n, D, ROWS, COLUMNS)
+    rows, columns = rows[:, None], columns[None, :]
     new = tl.load(addresses + matrix).to(tl.pointer_type(tl.float32))
     base = tl.load(bases + matrix)
-    basis += base * D * R
-    inside += matrix * N * R
-    acc = tl.zeros([BN, BD], tl.float32)
-    for start in range(0, R, BR):
-        k = start + tl.arange(0, BR)
-        share = tl.load(inside + rows * R + k[None, :], mask=(rows < N) & (k < R)[None, :], other=0.0)
-        V = tl.load(basis + columns * R + k[:, None], mask=(columns < D) & (k < R)[:, None], other=0.0)
+    basis += base * D * r
+    inside += matrix * n * r
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, r, SUMMED):
+        k = start + tl.arange(0, SUMMED)
+        share = tl.load(inside + rows * r + k[None, :], mask=(rows < n) & (k < r)[None, :], other=0.0)
+        V = tl.load(basis + columns * r + k[:, None], mask=(columns < D) & (k < r)[:, None], other=0.0)
         acc = tl.dot(share, V.to(tl.float32), acc, input_precision=PRECISION)
-    mask = (rows < N) & (columns < D)
-    places = new + rows * ROW + columns * COLUMN
-    before = tl.load(old + matrix * N * D + rows * D + columns, mask=mask, other=0.0)
-    change = tl.load(places, mask=mask, other=0.0) - before
+    there = (rows < n) & (columns < D)
+    places = new + rows * row + columns * column
+    before = tl.load(old + matrix * n * D + rows * D + columns, mask=there, other=0.0)
+    change = tl.load(places, mask=there, other=0.0) - before
     result = before + (tl.load(identity + base) * change + tl.load(factor + base) * acc)
-    tl.store(places, result, mask=mask)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Of a product: rows, columns of the result, and how much is summed at a time."""
-
-    rows: int
-    columns: int
-    summed: int
-    warps: int
-    stages: int
-
-
-def tiles(n: int, columns: int) -> Tiles:
-    """For n rows. Where they are few, more programs of smaller tiles."""
-    if n > 64:
-        return Tiles(64, min(128, _power(columns)), 32, 4, 3)
-    return Tiles(_power(n), min(64, _power(columns)), 64, 4, 2)
-
-
-def _power(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
-
-
-def precision(device: torch.device) -> str:
-    """Of products that are as exact as float32: six of bfloat16 thirds, on a GPU that has these."""
-    return "bf16x6" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
+    tl.store(places, result, mask=there)
 
 
 def project_(
@@ -121,21 +96,36 @@ def project_(
     added to energy (matrices, 2)."""
     matrices, n, size = old.shape
     rank = basis.shape[-1]
-    shape = {"ROW": strides[0], "COLUMN": strides[1], "N": n, "D": size, "R": rank}
-    options = {"PRECISION": precision(old.device)}
-    inside = old.new_empty(matrices, n, rank)
-    plan = tiles(n, rank)
-    programs = triton.cdiv(n, plan.rows) * triton.cdiv(rank, plan.columns)
-    sums = old.new_empty(matrices, programs, 2)
+    common = {"SUMMED": SUMMED, "PRECISION": precision(old.device), "num_warps": 4, "num_stages": 3}
+    sizes = (n, size, rank, *strides)
+
+    wide = 128 if n > FEW else 32  # of few rows, many small tiles keep a GPU busy
+    tiles = triton.cdiv(n, 64) * triton.cdiv(rank, wide)
+    inside, sums = old.new_empty(matrices, n, rank), old.new_empty(matrices, tiles, 2)
     launch(
-        _inside, (matrices * programs,), addresses, old, basis, bases, inside, sums, **shape,
-        BN=plan.rows, BD=plan.summed, BR=plan.columns, num_warps=plan.warps, num_stages=plan.stages, **options,
-    )  # fmt: skip
+        _inside,
+        (matrices * tiles,),
+        addresses,
+        old,
+        basis,
+        bases,
+        inside,
+        sums,
+        *sizes,
+        ROWS=64,
+        COLUMNS=wide,
+        **common,
+    )
     if energy is not None:
         energy += sums.sum(1, dtype=torch.float64)
-    plan = tiles(n, size)
-    programs = triton.cdiv(n, plan.rows) * triton.cdiv(size, plan.columns)
+    tiles = triton.cdiv(n, 64) * triton.cdiv(size, 64)
     launch(
-        _apply, (matrices * programs,), addresses, old, basis, bases, inside, identity, factor, **shape,
-        BN=plan.rows, BD=plan.columns, BR=plan.summed, num_warps=plan.warps, num_stages=plan.stages, **options,
+        _apply, (matrices * tiles,), addresses, old, basis, bases, inside, identity, factor, *sizes,
+        ROWS=64, COLUMNS=64, **common,
     )  # fmt: skip
+
+
+def precision(device: torch.device) -> str:
+    """As exact as float32: two halves a number, where a GPU has fast products of them."""
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "tf32x3" if fast else "ieee"

@@ -57,6 +57,14 @@ def _decay(A_ptr, matrix, mask, LOG_A: tl.constexpr):
 
 
 @triton.jit
+def _float(x):
+    """In float32. Of two bfloat16 in a register, the compiler's own way takes three instructions; this takes two."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
     """T steps of an input; in the tail, those from `count` on are zeros."""
     found = ()
@@ -67,7 +75,7 @@ def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED:
             step = tl.load(pointers + i * stride, mask=mask, other=0.0)
         else:
             step = tl.load(pointers + i * stride)
-        found = found + (step.to(tl.float32),)
+        found = found + (_float(step),)
     return found
 
 
@@ -289,7 +297,7 @@ def _backward_chunk(
     u_l: tl.constexpr, delta_l: tl.constexpr, dy_l: tl.constexpr, B_l: tl.constexpr, C_l: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr,
     T: tl.constexpr, NEED_A: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, SOFTPLUS: tl.constexpr,
-    RELOAD: tl.constexpr, TAIL: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """The gradients with regard to the state before T steps and to A; those of the inputs are written.
 
@@ -308,16 +316,6 @@ def _backward_chunk(
             h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
     for i in tl.static_range(T - 1, -1, -1):
         u, delta, B = us[i], deltas[i], Bs[i]
-        if RELOAD:  # from the cache, rather than out of registers that others need
-            if TAIL:
-                inside = _before(i, count)
-                u = tl.load(u_ptrs + i * u_l, mask=there & inside, other=0.0).to(tl.float32)
-                delta = tl.load(delta_ptrs + i * delta_l, mask=there & inside, other=0.0).to(tl.float32)
-                B = tl.load(B_ptrs + i * B_l, mask=real & inside, other=0.0).to(tl.float32)
-            else:
-                u = tl.load(u_ptrs + i * u_l, mask=there, other=0.0).to(tl.float32)
-                delta = tl.load(delta_ptrs + i * delta_l, mask=there, other=0.0).to(tl.float32)
-                B = tl.load(B_ptrs + i * B_l, mask=real, other=0.0).to(tl.float32)
         x = delta * u
         a = tl.exp2(delta * A)
         decayed = a * olds[i]
@@ -381,11 +379,11 @@ def scan_backward(
     C_l: tl.constexpr, C_g: tl.constexpr, D: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
     T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr, PIECES: tl.constexpr, LOG_A: tl.constexpr,
-    LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr, RELOAD: tl.constexpr,
+    LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; parts of dB and dC (b, blocks, l, 2, n), to be summed
-    over the blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what went into it;
-    with LOG_A, A holds log(-A), and dA its gradient."""
+    """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; parts of dB and dC (b, blocks, l, 2, n), to be
+    summed over the blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what
+    went into it; with LOG_A, A holds log(-A), and dA its gradient."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
@@ -435,7 +433,7 @@ def scan_backward(
             dy_ptr + at * dy_l + channels, B_ptr + at * B_l + states, C_ptr + at * C_l + states,
             du_ptr + at * D + channels, ddelta_ptr + at * D + channels, parts_ptr + at * 2 * N + added,
             there, real, writes, adds, L - whole * T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
-            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, True,
+            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, True,
         )  # fmt: skip
     for back in range(0, end - first):
         chunk = end - 1 - back
@@ -449,7 +447,7 @@ def scan_backward(
             dy_ptr + at * dy_l + channels, B_ptr + at * B_l + states, C_ptr + at * C_l + states,
             du_ptr + at * D + channels, ddelta_ptr + at * D + channels, parts_ptr + at * 2 * N + added,
             there, real, writes, adds, T, WAY * u_l, WAY * delta_l, WAY * dy_l, WAY * B_l, WAY * C_l,
-            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, RELOAD, False,
+            WAY * D, WAY * N, LN, LD, NT, DT, T, NEED_A, EVEN_K, EVEN_N, SOFTPLUS, False,
         )  # fmt: skip
     if NEED_A:
         if LOG_A:

@@ -14,22 +14,22 @@ from torch import Tensor
 MOST_STATES = 256
 KEPT = 8  # steps between the states that the forward keeps
 FILLED = 2048  # warps that keep a large GPU busy
-SHORTEST = 256  # steps of a segment: below, going over all steps once more costs more than it saves
+ROOM = {False: 3300, True: 1584}  # warps of the forward and of the backward that an H100 or H200 holds at once
+PIECE = 256  # steps: below, going over all of them once more costs more than it saves
 MOST_SEGMENTS = 8
-ENDS_REGISTERS = 80
+ENDS_REGISTERS = 80  # of a thread that finds where a piece ends
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a warp's 32 lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; how many
-    steps are taken at a time; whether the backward loads its inputs twice; and the most registers of a thread."""
+    steps are taken at a time; and the most registers of a thread."""
 
     states: int
     lanes_n: int
     channels: int
     lanes_d: int
     steps: int
-    reload: bool = False
     registers: int | None = None
 
     @property
@@ -52,7 +52,7 @@ def layout(n: int, recurrences: int, backward: bool) -> Layout:
     while channels > 1 and (channels > 4 or recurrences < programs * channels * lanes_d):
         channels //= 2
     channels = max(channels, 2 if padded <= 32 else 1)
-    registers = (168 if backward else 96) if states * channels == 8 else None
+    registers = (168 if backward else 80) if states * channels == 8 else None
     return Layout(states, lanes_n, channels, lanes_d, 4, registers=registers)
 
 
@@ -120,7 +120,7 @@ def backward(
         dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts,
         ends, sums, dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, split.width,
         dy_l=dy.stride(1), **_constants(plan, u, delta, A, B, C), SEGMENTS=split.segments, PIECES=split.pieces,
-        LOG_A=log_A, LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse, SOFTPLUS=softplus, RELOAD=plan.reload,
+        LOG_A=log_A, LAST=dlast is not None, NEED_A=need_A, REVERSE=reverse, SOFTPLUS=softplus,
     )  # fmt: skip
     dB, dC = parts.unflatten(1, (groups, -1)).sum(2).transpose(1, 2).unbind(3)  # (b, l, g, n)
     return du, ddelta, dA.sum(0), dB, dC
@@ -135,21 +135,18 @@ class Split:
     segments: int
 
 
-def segments(length: int, programs: int) -> int:
-    """Into how many time is split, where few programs of many steps would leave a GPU idle: a power of two."""
-    if not 0 < 2 * programs <= FILLED:
-        return 1
-    wanted = max(1, min(MOST_SEGMENTS, 4 * FILLED // programs, length // SHORTEST))
-    return 1 << (wanted.bit_length() - 1)
+def segments(length: int, programs: int, backward: bool) -> int:
+    """Into how many time is split, where few programs of many steps would leave a GPU idle: as many as run at once."""
+    return max(1, min(MOST_SEGMENTS, ROOM[backward] // programs, length // PIECE)) if programs else 1
 
 
 def _split(u: Tensor, B: Tensor, plan: Layout, backward: bool) -> Split:
     """Pieces are a multiple of the steps between kept states."""
-    length, wanted = u.shape[1], segments(u.shape[1], _blocks(u, B, plan) * len(u))
-    if wanted == 1:
+    length, wanted = u.shape[1], segments(u.shape[1], _blocks(u, B, plan) * len(u), backward)
+    if wanted == 1 or plan.states == 1:  # with a single state, most of the time goes into reading the inputs
         return Split(length, 1, 1)
-    pieces = 1
-    width = -(-length // (wanted * pieces) // KEPT) * KEPT or KEPT
+    pieces = max(1, length // (wanted * PIECE))
+    width = -(-length // (wanted * pieces * KEPT)) * KEPT
     return Split(width, pieces, -(-length // (width * pieces)))
 
 
