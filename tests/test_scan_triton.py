@@ -173,7 +173,15 @@ def test_halves_of_a_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
 
 
 @kernels
-def test_transposed_and_expanded_inputs_give_the_same_bits() -> None:
+def test_transposed_and_expanded_inputs_give_the_same_answer() -> None:
+    """The same bits in the interpreter; for other strides a compiler may contract other products and sums."""
+
+    def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        if DEVICE == "cpu":
+            assert_same_bits(actual, expected)
+        for name, tensor in expected.items():
+            assert_close(actual[name], tensor, 2e-6, name)
+
     softplus = SOFTPLUS_IS_EXACT
     inputs = tokens(b=2, l=5, d=6, n=3, groups=2, positive=True)
     inputs["B"] = inputs["B"][:1, :1].expand(2, 5, 2, 3)
@@ -183,11 +191,11 @@ def test_transposed_and_expanded_inputs_give_the_same_bits() -> None:
     strided["delta"] = inputs["delta"].transpose(0, 1).contiguous().transpose(0, 1)
     assert not any(tensor.is_contiguous() for tensor in strided.values())
     plain = {name: tensor.contiguous() for name, tensor in inputs.items()}
-    assert_same_bits(run(strided, softplus=softplus), run(plain, softplus=softplus))
+    assert_same(run(strided, softplus=softplus), run(plain, softplus=softplus))
     strided["delta"] = inputs["delta"].mT.contiguous().mT
     strided["B"] = inputs["B"].mT.contiguous().mT
     strided["C"] = plain["C"].permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
-    assert_same_bits(run(strided, softplus=softplus), run(plain, softplus=softplus))
+    assert_same(run(strided, softplus=softplus), run(plain, softplus=softplus))
 
 
 @kernels

@@ -54,7 +54,7 @@ def random_features(space: NullSpace) -> Gathered:
 def fill_with_random(space: NullSpace) -> Gathered:
     """The space as after a task."""
     gathered = random_features(space)
-    space.take([gathered], 1, [])
+    space.take([gathered], 1, [{}])
     return gathered
 
 

@@ -24,6 +24,7 @@ from mambacl.bench.nullspace import fill_with_random
 from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Case, Sizes
 from mambacl.bench.timing import Clock
+from mambacl.nullspace import NullSpace
 from mambacl.training.step import WARM_UP
 
 METHODS = {"sequential": "sequential", "projected": "mamba-cl"}
@@ -45,22 +46,38 @@ def measure(clock: Clock, sizes: Sizes) -> Result:
     on_gpu = clock.device.type == "cuda"
     result = Result(f"Training step on {clock.device.type}", notes=[*NOTES, *([GPU_NOTE] if on_gpu else [])])
     for case in sizes.step:
+        past = Past()
         for name in sizes.precisions:
-            result.rows.append(first_that_fits(case, partial(_row, clock, case, name)))
+            result.rows.append(first_that_fits(case, partial(_row, clock, case, name, past)))
             free_memory()
     return result
 
 
-def _row(clock: Clock, case: Case, name: str, batch: int) -> Row:
+class Past:
+    """A task that a space has behind it; decomposed once, it serves all spaces of the same model."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}  # beside the GPU, whose memory is measured
+
+    def give(self, space: NullSpace) -> None:
+        if not self.state:
+            fill_with_random(space)
+            copies: dict[int, Tensor] = {}  # what parts share they go on sharing
+            self.state = {name: copies.setdefault(id(t), t.cpu()) for name, t in space.state_dict().items()}
+        else:
+            space.load_state_dict(self.state)
+
+
+def _row(clock: Clock, case: Case, name: str, past: Past, batch: int) -> Row:
     model = build(case, clock.device)
     given = images(case, model, batch)
     labels = torch.arange(batch, device=clock.device) % CLASSES
     with products(name):  # the loop has an autocast of its own
         peaks = {}
         for key, method in METHODS.items():
-            peaks[key] = _peak(clock, partial(_stepper, method, model, given, labels, name))
+            peaks[key] = _peak(clock, partial(_stepper, method, model, given, labels, name, past))
             free_memory()
-        steps = {key: _stepper(method, model, given, labels, name) for key, method in METHODS.items()}
+        steps = {key: _stepper(method, model, given, labels, name, past) for key, method in METHODS.items()}
         for step in steps.values():
             _warm_up(clock, step)
         seconds = replace(clock, budget=PATIENCE * clock.budget).in_turn(steps, IN_A_ROW)
@@ -73,7 +90,7 @@ def _row(clock: Clock, case: Case, name: str, batch: int) -> Row:
     del steps
     with products(name), without_kernels():
         plain, peaks["plain"] = _plain(
-            clock, partial(_stepper, METHODS["sequential"], model, given, labels, name, False)
+            clock, partial(_stepper, METHODS["sequential"], model, given, labels, name, past, False)
         )
     row["plain_ms"] = None if plain is None else 1e3 * plain
     row["plain_/_sequential"] = None if plain is None else plain / seconds["sequential"]
@@ -82,12 +99,12 @@ def _row(clock: Clock, case: Case, name: str, batch: int) -> Row:
 
 
 def _stepper(
-    method: str, model: nn.Module, given: Tensor, labels: Tensor, name: str, fast: bool = True
+    method: str, model: nn.Module, given: Tensor, labels: Tensor, name: str, past: Past, fast: bool = True
 ) -> partial[None]:
     """A step of the loop, the next at each call."""
     loop = make_loop(method, model, setting("paper"), bf16=name == "bf16", fast=fast)
     if method == METHODS["projected"]:
-        fill_with_random(cast(Any, loop.method).space)
+        past.give(cast(Any, loop.method).space)
     loop._new_optimizer()
     loop._new_step()
     assert loop.step is not None

@@ -22,6 +22,15 @@ PADDING = 1.25  # bases are stacked with others that are at most so many times a
 Tensors = Mapping[str, Tensor]  # parameters by name
 
 
+@dataclass(frozen=True)
+class Table:
+    """Where matrices lie, on their device, and how far apart their rows and columns are: what a kernel needs to find
+    them."""
+
+    addresses: Tensor
+    strides: tuple[int, int]
+
+
 class Views:
     """Views of some parts of parameters, made anew only when the parameters are others than last time."""
 
@@ -29,7 +38,8 @@ class Views:
         self.parts, self.view = parts, view
         self._of: list[int] = []
         self._views: list[Tensor] = []
-        self._tables: dict[tuple[int, ...], Tensor] = {}
+        self._table: Table | None = None  # of these views
+        self._addresses: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, tensors: Tensors) -> list[Tensor]:
         places = [tensors[part.parameter].data_ptr() for part in self.parts]
@@ -38,24 +48,26 @@ class Views:
             views = [self.view(part, tensor) for part, tensor in zip(self.parts, given, strict=True)]
             if not all(map(_shares_memory, views, given)):  # of a weight in another layout, a matrix is a copy
                 return views
-            self._of, self._views = places, views
+            self._of, self._views, self._table = places, views, None
         return self._views
 
-    def table(self, tensors: Tensors) -> tuple[Tensor, tuple[int, int]] | None:
-        """Where the matrices (groups, n, D) of all parts lie, an address for each, on their device, and how far apart
-        rows and columns are: what a kernel needs to find them. None where that differs, where they are copies, or not
-        of float32."""
+    def table(self, tensors: Tensors) -> Table | None:
+        """Of views (groups, n, D), an address for each group; None where they are no views, not of float32, or laid
+        out each in its own way."""
         views = self(tensors)
-        strides = {(view.stride(-2), view.stride(-1)) for view in views}
-        kinds = {(view.dtype, view.device) for view in views}
-        if views is not self._views or len(strides) > 1 or len(kinds) > 1 or views[0].dtype != torch.float32:
+        if views is not self._views:
             return None
-        places = tuple(matrix.data_ptr() for view in views for matrix in view)
-        if places not in self._tables:
-            if len(self._tables) >= MOST_TABLES:
-                self._tables.clear()
-            self._tables[places] = torch.tensor(places, device=views[0].device)
-        return self._tables[places], strides.pop()
+        if self._table is None:
+            kinds = {(view.dtype, view.device, view.stride(-2), view.stride(-1)) for view in views}
+            if len(kinds) > 1 or views[0].dtype != torch.float32:
+                return None
+            places = tuple(matrix.data_ptr() for view in views for matrix in view)
+            if places not in self._addresses:
+                if len(self._addresses) >= MOST_TABLES:
+                    self._addresses.clear()
+                self._addresses[places] = torch.tensor(places, device=views[0].device)
+            self._table = Table(self._addresses[places], (views[0].stride(-2), views[0].stride(-1)))
+        return self._table
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -148,8 +160,8 @@ class Stack:
             places = torch.tensor(slot.places)[:, None] * groups + torch.arange(groups)
             slot.bases = places.flatten().to(old.device)
         project_(
-            *table, old.flatten(0, 1), self.basis.flatten(0, 1), slot.bases, self.identity, self.factor,
-            slot.energy.view(-1, 2) if counted else None,
+            table.addresses, table.strides, old.flatten(0, 1), self.basis.flatten(0, 1), slot.bases, self.identity,
+            self.factor, slot.energy.view(-1, 2) if counted else None,
         )  # fmt: skip
         return True
 

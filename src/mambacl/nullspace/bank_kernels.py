@@ -13,6 +13,8 @@ leaves, and three of the four products are added up: as exact as a product of fl
 that is summed over to be the contiguous one of what they multiply by, which is why `_inside` computes its transpose.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -20,25 +22,34 @@ from torch import Tensor
 
 from mambacl.fused.launch import launch
 
-SUMMED = 32  # numbers of a sum that are taken at a time
-FEW = 64  # rows: smaller matrices are one tile high
-
 
 @triton.jit
-def _tile(pid, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile(pid, n_rows: tl.constexpr, n_columns: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A program's matrix, the rows and columns of its tile, and whether it is the first of these rows."""
-    across = tl.cdiv(n_columns, COLUMNS)
-    tiles = tl.cdiv(n_rows, ROWS) * across
+    across: tl.constexpr = (n_columns + COLUMNS - 1) // COLUMNS
+    tiles: tl.constexpr = (n_rows + ROWS - 1) // ROWS * across
     tile = pid % tiles
-    rows = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = (tile // across) * ROWS + tl.arange(0, ROWS)
     columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     return (pid // tiles).to(tl.int64), rows, columns, tile % across == 0
 
 
 @triton.jit
+def _product(a, b, acc, HALVES: tl.constexpr):
+    """acc + a b, as exact as float32."""
+    if HALVES:
+        a_first = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the leading eleven bits
+        b_first = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        acc = tl.dot(a - a_first, b_first, acc, input_precision="tf32")
+        acc = tl.dot(a_first, b - b_first, acc, input_precision="tf32")
+        return tl.dot(a_first, b_first, acc, input_precision="tf32")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def _inside(
-    addresses, old, basis, bases, inside, sums, n, D, r, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
+    addresses, old, basis, bases, inside, sums, n: tl.constexpr, D: tl.constexpr, r: tl.constexpr, row: tl.constexpr,
+    column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """inside (matrices, n, r); sums (matrices x tiles, 2), of squares."""
     pid = tl.program_id(0)
@@ -55,7 +66,7 @@ def _inside(
         change = tl.load(new + rows * row + k[:, None] * column, mask=there, other=0.0)
         change -= tl.load(old + rows * D + k[:, None], mask=there, other=0.0)
         V = tl.load(basis + k[None, :] * r + columns, mask=(k < D)[None, :] & (columns < r), other=0.0)
-        acc = tl.dot(V.to(tl.float32), change, acc, input_precision=PRECISION)
+        acc = _product(V.to(tl.float32), change, acc, HALVES)
         squares += change * change
     tl.store(inside + matrix * n * r + rows * r + columns, acc, mask=(rows < n) & (columns < r))
     tl.store(sums + 2 * pid, tl.where(first, tl.sum(tl.sum(squares, axis=1), axis=0), 0.0))
@@ -64,8 +75,9 @@ def _inside(
 
 @triton.jit
 def _apply(
-    addresses, old, basis, bases, inside, identity, factor, n, D, r, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
+    addresses, old, basis, bases, inside, identity, factor, n: tl.constexpr, D: tl.constexpr, r: tl.constexpr,
+    row: tl.constexpr, column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     matrix, rows, columns, _ = _tile(tl.program_id(0), n, D, ROWS, COLUMNS)
     rows, columns = rows[:, None], columns[None, :]
@@ -78,7 +90,7 @@ def _apply(
         k = start + tl.arange(0, SUMMED)
         share = tl.load(inside + rows * r + k[None, :], mask=(rows < n) & (k < r)[None, :], other=0.0)
         V = tl.load(basis + columns * r + k[:, None], mask=(columns < D) & (k < r)[:, None], other=0.0)
-        acc = tl.dot(share, V.to(tl.float32), acc, input_precision=PRECISION)
+        acc = _product(share, V.to(tl.float32), acc, HALVES)
     there = (rows < n) & (columns < D)
     places = new + rows * row + columns * column
     before = tl.load(old + matrix * n * D + rows * D + columns, mask=there, other=0.0)
@@ -96,36 +108,27 @@ def project_(
     added to energy (matrices, 2)."""
     matrices, n, size = old.shape
     rank = basis.shape[-1]
-    common = {"SUMMED": SUMMED, "PRECISION": precision(old.device), "num_warps": 4, "num_stages": 3}
-    sizes = (n, size, rank, *strides)
+    sizes = {"n": n, "D": size, "r": rank, "row": strides[0], "column": strides[1]}
+    common = {**sizes, "HALVES": halves(old.device), "num_warps": 4, "num_stages": 3}
 
-    wide = 128 if n > FEW else 32  # of few rows, many small tiles keep a GPU busy
-    tiles = triton.cdiv(n, 64) * triton.cdiv(rank, wide)
+    rows = min(64, max(16, triton.next_power_of_2(n)))
+    columns = 128 if n > rows else 64
+    tiles = triton.cdiv(n, rows) * triton.cdiv(rank, columns)
     inside, sums = old.new_empty(matrices, n, rank), old.new_empty(matrices, tiles, 2)
     launch(
-        _inside,
-        (matrices * tiles,),
-        addresses,
-        old,
-        basis,
-        bases,
-        inside,
-        sums,
-        *sizes,
-        ROWS=64,
-        COLUMNS=wide,
-        **common,
-    )
+        _inside, (matrices * tiles,), addresses, old, basis, bases, inside, sums,
+        ROWS=rows, COLUMNS=columns, SUMMED=32 if rows == 64 else 64, **common,
+    )  # fmt: skip
     if energy is not None:
         energy += sums.sum(1, dtype=torch.float64)
-    tiles = triton.cdiv(n, 64) * triton.cdiv(size, 64)
+    tiles = triton.cdiv(n, rows) * triton.cdiv(size, 64)
     launch(
-        _apply, (matrices * tiles,), addresses, old, basis, bases, inside, identity, factor, *sizes,
-        ROWS=64, COLUMNS=64, **common,
+        _apply, (matrices * tiles,), addresses, old, basis, bases, inside, identity, factor,
+        ROWS=rows, COLUMNS=64, SUMMED=32, **common,
     )  # fmt: skip
 
 
-def precision(device: torch.device) -> str:
-    """As exact as float32: two halves a number, where a GPU has fast products of them."""
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return "tf32x3" if fast else "ieee"
+@functools.cache
+def halves(device: torch.device) -> bool:
+    """Whether a GPU has fast products of half a float32."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -97,9 +97,9 @@ def backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, kept: Tensor,
     reverse: bool = False, log_A: bool = False, softplus: bool = False, need_A: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of all inputs, in float32 but for u's, which has u's dtype. With `softplus`, delta is one, and its
-    gradient that of what went into it; with `log_A`, A holds log(-A), and its gradient is that of it. Without `need_A`
-    there are no sums for A."""
+    """Gradients of all inputs, those of u and delta in their types, the others in float32. With `softplus`, delta is
+    one, and its gradient that of what went into it; with `log_A`, A holds log(-A), and its gradient is that of it.
+    Without `need_A` there are no sums for A."""
     from mambacl.fused.launch import launch
     from mambacl.scan.triton_kernels import scan_backward
 
@@ -109,7 +109,7 @@ def backward(
     states, groups = A.shape[1], B.shape[2]
     plan = layout(states, u.shape[0] * u.shape[2], backward=True)
     blocks = _blocks(u, B, plan)
-    du, ddelta = torch.empty(u.shape, dtype=u.dtype, device=u.device), _new(u, u.shape)
+    du, ddelta = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, delta))
     split = _split(u, B, plan, backward=True)
     ends, sums = _ends(dy, delta, A, C, plan, split, log_A, reverse, backward=True)
     dA = _new(u, (batch * split.segments if need_A else 0, *A.shape))
