@@ -29,7 +29,7 @@ from mambacl.training.step import WARM_UP
 
 METHODS = {"sequential": "sequential", "projected": "mamba-cl"}
 IN_A_ROW = 5  # steps before anybody waits for the GPU, as in training
-PATIENCE = 4  # times the usual: the difference of two times is wanted
+PATIENCE = 10  # times the usual: the difference of two times is wanted
 PLAIN_STEPS = 3
 NOTES = (
     "Loss, backward and optimizer, images at hand; sequential: plain fine-tuning of the same parameters; projected: "

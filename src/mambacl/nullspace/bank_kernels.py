@@ -9,8 +9,10 @@ Nothing as large as a parameter is written but the result: `_inside` leaves as m
 of squares that a bank counts, tile by tile. The matrices are found by their addresses, wherever they lie.
 
 A GPU's fast products take numbers of eleven bits. Each number is taken as two of them, the second being what the first
-leaves, and three of the four products are added up: as exact as a product of float32, and faster. They want the axis
-that is summed over to be the contiguous one of what they multiply by, which is why `_inside` computes its transpose.
+leaves, and three of the four products are added up (`tf32x3`): as exact as a product of float32, and faster. Triton
+adds up a few terms there and the rest in float32; to add up all of them there costs a digit, as these products round
+towards zero. They want the axis that is summed over to be the contiguous one of what they multiply by, which is why
+`_inside` computes its transpose.
 """
 
 import functools
@@ -35,21 +37,9 @@ def _tile(pid, n_rows: tl.constexpr, n_columns: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _product(a, b, acc, HALVES: tl.constexpr):
-    """acc + a b, as exact as float32."""
-    if HALVES:
-        a_first = (a.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # the leading eleven bits
-        b_first = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        acc = tl.dot(a - a_first, b_first, acc, input_precision="tf32")
-        acc = tl.dot(a_first, b - b_first, acc, input_precision="tf32")
-        return tl.dot(a_first, b_first, acc, input_precision="tf32")
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
 def _inside(
     addresses, old, basis, bases, inside, sums, n: tl.constexpr, D: tl.constexpr, r: tl.constexpr, row: tl.constexpr,
-    column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, HALVES: tl.constexpr,
+    column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """inside (matrices, n, r); sums (matrices x tiles, 2), of squares."""
     pid = tl.program_id(0)
@@ -66,7 +56,7 @@ def _inside(
         change = tl.load(new + rows * row + k[:, None] * column, mask=there, other=0.0)
         change -= tl.load(old + rows * D + k[:, None], mask=there, other=0.0)
         V = tl.load(basis + k[None, :] * r + columns, mask=(k < D)[None, :] & (columns < r), other=0.0)
-        acc = _product(V.to(tl.float32), change, acc, HALVES)
+        acc = tl.dot(V.to(tl.float32), change, acc, input_precision=PRECISION)
         squares += change * change
     tl.store(inside + matrix * n * r + rows * r + columns, acc, mask=(rows < n) & (columns < r))
     tl.store(sums + 2 * pid, tl.where(first, tl.sum(tl.sum(squares, axis=1), axis=0), 0.0))
@@ -77,7 +67,7 @@ def _inside(
 def _apply(
     addresses, old, basis, bases, inside, identity, factor, n: tl.constexpr, D: tl.constexpr, r: tl.constexpr,
     row: tl.constexpr, column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr,
-    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     matrix, rows, columns, _ = _tile(tl.program_id(0), n, D, ROWS, COLUMNS)
     rows, columns = rows[:, None], columns[None, :]
@@ -90,7 +80,7 @@ def _apply(
         k = start + tl.arange(0, SUMMED)
         share = tl.load(inside + rows * r + k[None, :], mask=(rows < n) & (k < r)[None, :], other=0.0)
         V = tl.load(basis + columns * r + k[:, None], mask=(columns < D) & (k < r)[:, None], other=0.0)
-        acc = _product(share, V.to(tl.float32), acc, HALVES)
+        acc = tl.dot(share, V.to(tl.float32), acc, input_precision=PRECISION)
     there = (rows < n) & (columns < D)
     places = new + rows * row + columns * column
     before = tl.load(old + matrix * n * D + rows * D + columns, mask=there, other=0.0)
@@ -109,7 +99,7 @@ def project_(
     matrices, n, size = old.shape
     rank = basis.shape[-1]
     sizes = {"n": n, "D": size, "r": rank, "row": strides[0], "column": strides[1]}
-    common = {**sizes, "HALVES": halves(old.device), "num_warps": 4, "num_stages": 3}
+    common = {**sizes, "PRECISION": precision(old.device), "num_warps": 4, "num_stages": 3}
 
     rows = min(64, max(16, triton.next_power_of_2(n)))
     columns = 128 if n > rows else 64
@@ -129,6 +119,7 @@ def project_(
 
 
 @functools.cache
-def halves(device: torch.device) -> bool:
-    """Whether a GPU has fast products of half a float32."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def precision(device: torch.device) -> str:
+    """Of the products: in halves, where a GPU has fast products of these."""
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "tf32x3" if fast else "ieee"
