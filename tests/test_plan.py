@@ -61,6 +61,18 @@ def test_half_precision_halves_the_projectors_only(tiny_model):
     assert plans[0].covariance_bytes == plans[1].covariance_bytes
 
 
+def test_kernels_need_less_memory_in_a_step(tiny_model):
+    """The parameters as they were, and what the basis holds of the largest stack's changes."""
+    space = NullSpace(tiny_model(), rank="fraction:0.75")
+    plain, fast = (make_plan(space, images(1), protected=0.25, kernels=kernels) for kernels in (False, True))
+    named = dict(space.model.named_parameters())
+    parts = {part.name: part.matrix(named[part.parameter]).shape for part, _ in space.projected()}
+    held = 4 * sum(shape.numel() for shape in parts.values())
+    out = [shape for name, shape in parts.items() if "out_proj" in name]
+    assert fast.step_bytes == held + 4 * len(out) * out[0][1] * round(0.25 * out[0][2])
+    assert plain.step_bytes > fast.step_bytes + 4 * sum(shape.numel() for shape in out)
+
+
 def test_time_grows_with_the_number_of_matrices():
     one, many = (decomposition_seconds({128: count}, torch.device("cpu")) for count in (1, 50))
     assert many > 10 * one > 0

@@ -17,6 +17,7 @@ from mambacl.bench.models import PROTECTED, build, free_memory, pixels, setting
 from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Case, Sizes
 from mambacl.bench.timing import Clock
+from mambacl.fused.switch import serves
 from mambacl.nullspace import NullSpace, dense_projector
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key
@@ -209,4 +210,5 @@ def _plan(case: Case, space: NullSpace, model: nn.Module, calibrate_on: torch.de
     with torch.device("meta"):
         shadow: Any = create_model(case.model, num_classes=0, **case.options)
         images = torch.empty(1, 3, size, size)
-    return make_plan(NullSpace(shadow, space.setting), images, PROTECTED, calibrate_on=calibrate_on)
+    by_kernels = serves(next(model.parameters()).device)
+    return make_plan(NullSpace(shadow, space.setting), images, PROTECTED, calibrate_on=calibrate_on, kernels=by_kernels)

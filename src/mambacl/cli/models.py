@@ -17,6 +17,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     from mambacl.backbones import create_model
     from mambacl.config import RunConfig, preset_names, resolve
+    from mambacl.fused.switch import serves
     from mambacl.nullspace import SETTINGS, NullSpace
     from mambacl.nullspace.plan import make_plan
     from mambacl.reports.plans import plan_text
@@ -34,7 +35,7 @@ def plan(arguments: Sequence[str]) -> int:
     parser.add_argument("--layers", default=None, help="ssm, or all")
     parser.add_argument("--keep-tasks", action="store_true", default=None, help="each task's covariances apart")
     parser.add_argument("--blocks", type=int, default=None, help="the first so many blocks only")
-    parser.add_argument("--device", default="auto", help="where to time the decomposition: cpu, cuda")
+    parser.add_argument("--device", default="auto", help="where it will run: cpu, cuda")
     parser.add_argument("--no-calibration", action="store_true", help="leave the time out")
     given = parser.parse_args(arguments)
     for name in ("tasks", "image_size"):
@@ -54,7 +55,8 @@ def plan(arguments: Sequence[str]) -> int:
     space = NullSpace(model, given.setting or config.nullspace, **changes)
     own = config.stream.tasks if isinstance(config.stream.tasks, int) else len(config.stream.tasks)
     tasks, device = given.tasks or (own if known else 10), pick_device(given.device)
-    made = make_plan(space, images, given.protected, tasks, None if given.no_calibration else device)
+    calibrate_on = None if given.no_calibration else device
+    made = make_plan(space, images, given.protected, tasks, calibrate_on, kernels=serves(device))
     print(plan_text(made, config.backbone, size, given.protected, tasks, space.setting.storage, str(device)))
     return 0
 

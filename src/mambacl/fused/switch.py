@@ -59,10 +59,15 @@ def available() -> bool:
     return _imports
 
 
+def serves(device: torch.device) -> bool:
+    """Whether kernels serve what is on a device."""
+    return device.type == "cuda" and enabled() and available()
+
+
 def takes_kernel(x: Tensor, backend: str) -> bool:
     """Whether the Triton kernel serves x: the caller's choice, or what is fastest here."""
     if backend == "auto":
-        return x.is_cuda and enabled() and available()
+        return serves(x.device)
     if backend == "plain":
         return False
     if backend != "triton":

@@ -16,7 +16,7 @@ from mambacl.nullspace.adapters import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
 
-ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads several numbers at once
+ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
 MOST_TABLES = 8  # an optimizer may keep copies of its parameters, each at places of its own
 PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
 Tensors = Mapping[str, Tensor]  # parameters by name

@@ -29,7 +29,7 @@ class Plan:
     dense_bytes: int  # the same as dense matrices, in the same precision
     covariance_bytes: int  # kept between tasks, in float64
     gathering_bytes: int  # those of one task, on the device while they are gathered
-    step_bytes: int  # on the device during a step: the parameters before it, and the changes projected at once
+    step_bytes: int  # on the device during a step: the parameters before it, and what is projected at once
     file_bytes: int  # a run's file of the null space at the end of a task; it keeps two
     projection_flops: int  # a step
     dense_flops: int
@@ -44,10 +44,16 @@ class Plan:
 
 
 def make_plan(
-    space: NullSpace, images: Tensor, protected: float = 0.1, tasks: int = 1, calibrate_on: torch.device | None = None
+    space: NullSpace,
+    images: Tensor,
+    protected: float = 0.1,
+    tasks: int = 1,
+    calibrate_on: torch.device | None = None,
+    kernels: bool = False,
 ) -> Plan:
     """`space` of a model, which may be on the meta device; `images`: one batch of their size; `protected`: the share of
-    directions assumed to be protected; `calibrate_on`: where to time the decomposition."""
+    directions assumed to be protected; `calibrate_on`: where to time the decomposition; `kernels`: whether a step is
+    projected by kernels, as on a GPU."""
     if not 0.0 <= protected <= 1.0:
         raise UserError(f"The protected share must lie between 0 and 1, got {protected}.")
     setting, named = space.setting, dict(space.model.named_parameters())
@@ -63,8 +69,9 @@ def make_plan(
         dense_flops += 2 * groups * rows * size * size
         shape, kept = (groups, rows, size), _kept(size, protected)
         slots[shape] = slots.get(shape, 0) + groups * rows * size
-        # the changes, what the basis holds of them, and the bases of the parts taken out of their stack
-        working[shape] = working.get(shape, 0) + groups * (rows * size + rows * kept + size * kept)
+        # what the basis holds of the changes; and these, and the bases of the parts taken out of their stack
+        needed = rows * kept if kernels else rows * kept + rows * size + size * kept
+        working[shape] = working.get(shape, 0) + groups * needed
     squares = sum(groups * size * size for groups, size in keys.values())
     bases = sum(groups * size * _kept(size, protected) for groups, size in keys.values())
     matrices: dict[int, int] = {}
