@@ -80,12 +80,19 @@ def test_time_in_segments_gives_the_same_answer(
 
 
 @kernels
-@pytest.mark.parametrize("length, split", [(40, (8, 2, 3)), (33, (8, 2, 3)), (60, (16, 2, 2)), (25, (8, 3, 2))])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize(
+    "length, ahead, back, groups",
+    [(40, (8, 2, 3), (8, 1, 5), 1), (33, (8, 2, 3), (16, 2, 2), 2), (60, (16, 2, 2), (8, 4, 2), 1),
+     (25, (8, 3, 2), (8, 2, 2), 2)],
+)  # fmt: skip
 def test_segments_of_several_pieces_give_the_same_answer(
-    length: int, split: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_scan, "_split", lambda *inputs, backward: triton_scan.Split(*split))
-    compare(tokens(b=2, l=length, d=6, n=3), softplus=True)
+    length: int, ahead: tuple[int, int, int], back: tuple[int, int, int], groups: int, reverse: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    splits = {False: triton_scan.Split(*ahead), True: triton_scan.Split(*back)}
+    monkeypatch.setattr(triton_scan, "_split", lambda *inputs, backward: splits[backward])
+    compare(tokens(b=2, l=length, d=6, n=3, groups=groups), softplus=True, reverse=reverse)
 
 
 @pytest.mark.parametrize("length", [512, 700, 1024, 2048, 3136, 5000])

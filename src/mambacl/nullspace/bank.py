@@ -17,9 +17,10 @@ from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
 
 ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
-MOST_TABLES = 8  # an optimizer may keep copies of its parameters, each at places of its own
+MOST_TABLES = 16  # an optimizer may keep copies of its parameters, each at places of its own
 PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
 Tensors = Mapping[str, Tensor]  # parameters by name
+Layout = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # where parameters lie, and how
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,19 @@ class Views:
 
     def __init__(self, parts: Sequence[Part], view: Callable[[Part, Tensor], Tensor]) -> None:
         self.parts, self.view = parts, view
-        self._of: list[int] = []
+        self._of: Layout = ()
         self._views: list[Tensor] = []
-        self._table: Table | None = None  # of these views
-        self._addresses: dict[tuple[int, ...], Tensor] = {}
+        self._tables: dict[Layout, Table] = {}
+        self._recorded: list[Table] = []  # a CUDA graph reads them for as long as it lives
 
     def __call__(self, tensors: Tensors) -> list[Tensor]:
-        places = [tensors[part.parameter].data_ptr() for part in self.parts]
-        if places != self._of:
-            given = [tensors[part.parameter].detach() for part in self.parts]
-            views = [self.view(part, tensor) for part, tensor in zip(self.parts, given, strict=True)]
+        given = [tensors[part.parameter] for part in self.parts]
+        layout = tuple((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in given)
+        if layout != self._of:
+            views = [self.view(part, tensor.detach()) for part, tensor in zip(self.parts, given, strict=True)]
             if not all(map(_shares_memory, views, given)):  # of a weight in another layout, a matrix is a copy
                 return views
-            self._of, self._views, self._table = places, views, None
+            self._of, self._views = layout, views
         return self._views
 
     def table(self, tensors: Tensors) -> Table | None:
@@ -57,17 +58,21 @@ class Views:
         views = self(tensors)
         if views is not self._views:
             return None
-        if self._table is None:
-            kinds = {(view.dtype, view.device, view.stride(-2), view.stride(-1)) for view in views}
-            if len(kinds) > 1 or views[0].dtype != torch.float32:
+        table = self._tables.get(self._of)
+        if table is None:
+            strides = {view.stride() for view in views}
+            if len(strides) > 1 or any(v.dtype != torch.float32 or v.device != views[0].device for v in views):
                 return None
-            places = tuple(matrix.data_ptr() for view in views for matrix in view)
-            if places not in self._addresses:
-                if len(self._addresses) >= MOST_TABLES:
-                    self._addresses.clear()
-                self._addresses[places] = torch.tensor(places, device=views[0].device)
-            self._table = Table(self._addresses[places], (views[0].stride(-2), views[0].stride(-1)))
-        return self._table
+            group, row, column = strides.pop()
+            size = views[0].element_size()
+            places = [view.data_ptr() + size * group * g for view in views for g in range(len(view))]
+            table = Table(torch.tensor(places, device=views[0].device), (row, column))
+            if len(self._tables) >= MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[self._of] = table
+        if table.addresses.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._recorded.append(table)
+        return table
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -151,7 +156,7 @@ class Stack:
         if not (simple and takes_kernel(old, backend)):
             return False
         table = slot.matrices.table(tensors)
-        if table is None:
+        if table is None or table.addresses.device != old.device:
             return False
         from mambacl.nullspace.bank_kernels import project_
 
@@ -163,6 +168,7 @@ class Stack:
             table.addresses, table.strides, old.flatten(0, 1), self.basis.flatten(0, 1), slot.bases, self.identity,
             self.factor, slot.energy.view(-1, 2) if counted else None,
         )  # fmt: skip
+        torch.autograd.graph.increment_version(slot.matrices(tensors))  # as everything does that changes a tensor
         return True
 
     def moved(self, slot: Slot, number: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""The selective scan as two Triton kernels. Imported only where they are used.
+"""The selective scan as Triton kernels, forward, backward and, where time is split, what comes before. Imported only
+where they are used.
 
 Each program is one warp that walks through time for one image and a block of channels, the states in registers. A tile
 of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) holds NT states of each of DT channels.
