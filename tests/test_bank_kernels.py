@@ -1,5 +1,7 @@
 """The kernels that project updates against their plain twin, on the GPU or in Triton's interpreter."""
 
+import weakref
+
 import pytest
 import torch
 from kernels_help import DEVICE, captured, gpu, kernels, poisoned
@@ -150,6 +152,20 @@ def test_old_places_are_forgotten_but_those_of_now():
         bank.project(tensors(shapes, 1), after)
     assert len(slot.matrices._tables) == MOST_TABLES
     assert slot.matrices._of in slot.matrices._tables
+
+
+@kernels
+def test_places_that_a_recorded_step_reads_are_kept(monkeypatch):
+    bank, shapes = one_part(4, 6, 2)
+    bank.backend = "triton"
+    (slot,) = bank.stacks[0].slots
+    kept = [tensors(shapes, seed) for seed in range(MOST_TABLES + 3)]
+    places = []
+    for number, after in enumerate(kept):
+        monkeypatch.setattr("mambacl.nullspace.bank._recording", lambda _, now=number == 1: now)
+        bank.project(tensors(shapes, 1), after)
+        places.append(weakref.ref(slot.matrices.table(after).addresses))
+    assert places[0]() is None and places[2]() is None and places[1]() is not None
 
 
 @kernels

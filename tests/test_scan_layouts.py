@@ -111,12 +111,14 @@ def test_every_step_is_in_one_segment(
 
 def test_time_is_split_where_there_are_few_long_recurrences() -> None:
     language = 8 * 1536 // 16
-    assert [triton_scan.segments(2048, language, backward) for backward in (False, True)] == [4, 2]
-    assert triton_scan.segments(2048, 1536 // 16, False) == 8
-    assert triton_scan.segments(700, 10, True) == 2
-    assert triton_scan.segments(145, 200 * 2048 // 32, False) == 1
-    assert triton_scan.segments(197, 1, False) == 1
-    assert triton_scan.segments(4096, 0, False) == 1
+    ahead, back = (132 * triton_scan.RESIDENT[backward] for backward in (False, True))  # an H200
+    assert [triton_scan.segments(2048, language, room) for room in (ahead, back)] == [4, 2]
+    assert triton_scan.segments(2048, language, ahead // 4) == 1  # a smaller one is full
+    assert triton_scan.segments(2048, 1536 // 16, ahead) == 8
+    assert triton_scan.segments(700, 10, back) == 2
+    assert triton_scan.segments(145, 200 * 2048 // 32, ahead) == 1
+    assert triton_scan.segments(197, 1, ahead) == 1
+    assert triton_scan.segments(4096, 0, ahead) == 1
 
 
 @kernels

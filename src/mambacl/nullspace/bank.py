@@ -70,9 +70,14 @@ class Views:
             if len(self._tables) >= MOST_TABLES:
                 del self._tables[next(iter(self._tables))]
             self._tables[self._of] = table
-        if table.addresses.is_cuda and torch.cuda.is_current_stream_capturing():
+        if _recording(table.addresses):
             self._recorded.append(table)
         return table
+
+
+def _recording(tensor: Tensor) -> bool:
+    """Whether what reads it now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -87,8 +92,7 @@ class Slot:
     places: list[int] = field(default_factory=list)
     energy: Tensor = field(default_factory=lambda: torch.empty(0))
     """(parts, groups, 2), float64: sums of squares of the updates, and of what the basis holds of them"""
-    index: Tensor | None = None
-    bases: Tensor | None = None  # of each part's matrices, for the kernels
+    numbers: Tensor | None = None  # of the parts' bases, group by group, in the stack
 
     def __post_init__(self) -> None:
         self.matrices = Views(self.parts, Part.matrix)
@@ -130,9 +134,10 @@ class Stack:
 
     def project_(self, slot: Slot, changes: Tensor, counted: bool = True) -> Tensor:
         """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
-        places = self._chosen(slot)
-        V = self.basis[places].to(changes.dtype).flatten(0, 1)
-        identity, factor = (t[places].to(changes.dtype).flatten(0, 1) for t in (self.identity, self.factor))
+        whole = slot.places == list(range(len(self.basis)))
+        chosen = slice(None) if whole else self._numbers(slot)
+        stacked = (self.basis, self.identity, self.factor)
+        V, identity, factor = (t.flatten(0, 1)[chosen].to(changes.dtype) for t in stacked)
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
         with without_tf32():
             inside = flat @ V
@@ -142,13 +147,13 @@ class Stack:
             flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
         return changes
 
-    def _chosen(self, slot: Slot) -> slice | Tensor:
-        """The bases of a slot's parts; numbers lie on the device, where a step that waits for nobody can read them."""
-        if slot.places == list(range(len(self.basis))):
-            return slice(None)
-        if slot.index is None or slot.index.device != self.basis.device:
-            slot.index = torch.tensor(slot.places, device=self.basis.device)
-        return slot.index
+    def _numbers(self, slot: Slot) -> Tensor:
+        """On the device, where a step that waits for nobody can read them."""
+        if slot.numbers is None or slot.numbers.device != self.basis.device:
+            groups = self.basis.shape[1]
+            numbers = torch.tensor(slot.places)[:, None] * groups + torch.arange(groups)
+            slot.numbers = numbers.flatten().to(self.basis.device)
+        return slot.numbers
 
     def replace_(self, slot: Slot, tensors: Tensors, old: Tensor, counted: bool, backend: str) -> bool:
         """Does by kernels, where they serve, what `Remembered.project` does by `project_`; says whether they did."""
@@ -160,13 +165,9 @@ class Stack:
             return False
         from mambacl.nullspace.bank_kernels import project_
 
-        groups = self.basis.shape[1]
-        if slot.bases is None or slot.bases.device != old.device:
-            places = torch.tensor(slot.places)[:, None] * groups + torch.arange(groups)
-            slot.bases = places.flatten().to(old.device)
         project_(
-            table.addresses, table.strides, old.flatten(0, 1), self.basis.flatten(0, 1), slot.bases, self.identity,
-            self.factor, slot.energy.view(-1, 2) if counted else None,
+            table.addresses, table.strides, old.flatten(0, 1), self.basis.flatten(0, 1), self._numbers(slot),
+            self.identity, self.factor, slot.energy.view(-1, 2) if counted else None,
         )  # fmt: skip
         torch.autograd.graph.increment_version(slot.matrices(tensors))  # as everything does that changes a tensor
         return True

@@ -14,7 +14,7 @@ from torch import Tensor
 MOST_STATES = 256
 KEPT = 8  # steps between the states that the forward keeps
 FILLED = 2048  # warps that keep a large GPU busy
-ROOM = {False: 3300, True: 1584}  # warps of the forward and of the backward that an H100 or H200 holds at once
+RESIDENT = {False: 25, True: 12}  # warps of the forward and of the backward that a processor of a GPU holds at once
 PIECE = 256  # steps: below, going over all of them once more costs more than it saves
 MOST_SEGMENTS = 8
 ENDS_REGISTERS = 80  # of a thread that finds where a piece ends
@@ -135,14 +135,21 @@ class Split:
     segments: int
 
 
-def segments(length: int, programs: int, backward: bool) -> int:
-    """Into how many time is split, where few programs of many steps would leave a GPU idle: as many as run at once."""
-    return max(1, min(MOST_SEGMENTS, ROOM[backward] // programs, length // PIECE)) if programs else 1
+def segments(length: int, programs: int, room: int) -> int:
+    """Into how many time is split, where few programs of many steps would leave a GPU idle that has room for more."""
+    return max(1, min(MOST_SEGMENTS, room // programs, length // PIECE)) if programs else 1
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; an H200's in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _split(u: Tensor, B: Tensor, plan: Layout, backward: bool) -> Split:
     """Pieces are a multiple of the steps between kept states."""
-    length, wanted = u.shape[1], segments(u.shape[1], _blocks(u, B, plan) * len(u), backward)
+    length, room = u.shape[1], RESIDENT[backward] * processors(u.device)
+    wanted = segments(length, _blocks(u, B, plan) * len(u), room)
     if wanted == 1 or plan.states == 1:  # with a single state, most of the time goes into reading the inputs
         return Split(length, 1, 1)
     pieces = max(1, length // (wanted * PIECE))
