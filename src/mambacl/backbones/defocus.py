@@ -24,7 +24,7 @@ from mambacl.backbones.layers import (
 )
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
-from mambacl.scan import scan_tokens
+from mambacl.scan import scan_low_rank, scan_tokens
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,12 @@ class Mixer(nn.Module):
         dt, BC = self.x_proj(x).split([config.time_step_rank, 2 * config.state_size], dim=-1)  # 3.
         with full_precision(x):
             B, C = self.rotate(BC.unflatten(-1, (2, -1))).split(1, dim=2)  # 4. (b, l, 1, n)
-            steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)))
-            plain = config.delta_scale_factor == 1.0
-            steps = steps if plain else F.softplus(steps) / config.delta_scale_factor
-            # 5. delta = softplus(steps), and 6. with A = -exp(A_log)
-            y, _ = scan_tokens(x, steps, self.A_log, B, C, log_A=True, softplus=plain)
+            # 5. delta = softplus(dt_proj(dt)), and 6. with A = -exp(A_log)
+            if config.delta_scale_factor == 1.0:
+                y, _ = scan_low_rank(x, dt, self.dt_proj, self.A_log, B, C)
+            else:
+                delta = F.softplus(at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype))))
+                y, _ = scan_tokens(x, delta / config.delta_scale_factor, self.A_log, B, C, log_A=True)
             y = fused.gated_group_norm(y, x, self.D, z, config.group_norm_size, 1e-6, z.dtype)  # 7. and 8.
         return self.out_proj(y)  # 9.
 

@@ -17,7 +17,7 @@ MOST_CALLS = 20  # queued at once: a GPU takes about a thousand launches before 
 BATCH_SECONDS = 0.02  # as many calls as fill this, if they are short
 CYCLES = 2e9  # of a GPU in a second, about
 LONGEST_SLEEP = 0.25  # calls that take longer to launch cannot be queued
-ROW_SECONDS = 0.25
+ROW_SECONDS = 1.0  # of calls before they are waited for
 FEWEST = 3  # repeats, however long they take
 
 

@@ -15,14 +15,15 @@ from mambacl.fused import switch
 
 def halves(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """`linear(tokens)` in two halves of its features. A layer that is not a plain one is called as it is."""
-    direct = _plain(linear) and tokens.dim() == 3 and not torch.compiler.is_compiling()
+    direct = is_plain(linear) and tokens.dim() == 3 and not torch.compiler.is_compiling()
     if direct and switch.takes_kernel(tokens, backend):
         return _Halves.apply(tokens, linear.weight, linear.bias)
     first, second = linear(tokens).chunk(2, dim=-1)
     return first, second
 
 
-def _plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module) -> bool:
+    """Whether all that it does is to multiply by its weight and to add its bias."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     return type(linear) is nn.Linear and not any(hooks)
 

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="import-untyped, import-not-found"
 """What the hosts of all kernel families share: the launch, layouts, types and the sizes of blocks."""
 
+import functools
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ def torch_type(accumulator: tl.dtype) -> torch.dtype:
 def triton_type(dtype: torch.dtype) -> tl.dtype:
     names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
     return names.get(dtype, tl.float64)
+
+
+@functools.cache
+def as_exact_as_float32(device: torch.device) -> str:
+    """How `tl.dot` takes float32: in halves and on the tensor cores where a GPU has them, digit for digit elsewhere."""
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "tf32x3" if fast else "ieee"
 
 
 def row_blocks(rows: int, columns: int, elements: int, summed: bool) -> tuple[int, int, int]:

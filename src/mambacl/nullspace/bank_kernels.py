@@ -15,14 +15,12 @@ towards zero. They want the axis that is summed over to be the contiguous one of
 `_inside` computes its transpose.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import launch
+from mambacl.fused.launch import as_exact_as_float32, launch
 
 
 @triton.jit
@@ -99,7 +97,7 @@ def project_(
     matrices, n, size = old.shape
     rank = basis.shape[-1]
     sizes = {"n": n, "D": size, "r": rank, "row": strides[0], "column": strides[1]}
-    common = {**sizes, "PRECISION": precision(old.device), "num_warps": 4, "num_stages": 3}
+    common = {**sizes, "PRECISION": as_exact_as_float32(old.device), "num_warps": 4, "num_stages": 3}
 
     rows = min(64, max(16, triton.next_power_of_2(n)))
     columns = 128 if n > rows else 64
@@ -116,10 +114,3 @@ def project_(
         _apply, (matrices * tiles,), addresses, old, basis, bases, inside, identity, factor,
         ROWS=rows, COLUMNS=64, SUMMED=32, **common,
     )  # fmt: skip
-
-
-@functools.cache
-def precision(device: torch.device) -> str:
-    """Of the products: in halves, where a GPU has fast products of these."""
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return "tf32x3" if fast else "ieee"

@@ -9,10 +9,11 @@ import os
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mambacl import fused
 from mambacl.errors import UserError
+from mambacl.fused.halves import is_plain
 from mambacl.scan import native, operators, triton_scan
 from mambacl.scan.reference import selective_scan_reference
 
@@ -103,7 +104,7 @@ def scan_tokens(
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
     backend = chosen_backend(u, A, backend, dtype)
     if backend == "triton":
-        y, last, _, _ = operators.scan_kernel(u, delta, A.float(), B, C, log_A, softplus, reverse)
+        y, last, _, _ = operators.scan_kernel(u, delta, A.float(), B, C, log_A, softplus, reverse, None, None)
         return y, last
     u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
     if log_A:
@@ -118,6 +119,22 @@ def scan_tokens(
     else:
         y, last, _ = operators.scan(u, delta, A, B, C, backend)
     return (y.flip(1) if reverse else y), last
+
+
+def scan_low_rank(
+    u: Tensor, dt: Tensor, to_steps: nn.Linear, A_log: Tensor, B: Tensor, C: Tensor, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`scan_tokens` with the steps softplus(to_steps(dt)), a linear layer's. A kernel writes them at once; a layer that
+    is no plain one is called as it is."""
+    weight, bias = to_steps.weight, to_steps.bias
+    direct = not torch.compiler.is_compiling() and is_plain(to_steps) and weight.dtype == torch.float32
+    dtype = torch.promote_types(torch.float32, u.dtype)
+    if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
+        y, last, _, _ = operators.scan_kernel(u, dt, A_log.float(), B, C, True, True, False, weight, bias)
+        return y, last
+    steps = to_steps(dt.to(weight.dtype))
+    steps = steps.to(torch.promote_types(torch.float32, steps.dtype))
+    return scan_tokens(u, steps, A_log, B, C, backend, log_A=True, softplus=True)
 
 
 def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32) -> str:

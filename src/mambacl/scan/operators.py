@@ -66,11 +66,25 @@ scan = operator("scan", _scan, _fake_scan, _keep, _differentiate)
 
 
 def _kernel(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, log_A: bool, softplus: bool, reverse: bool
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    log_A: bool,
+    softplus: bool,
+    reverse: bool,
+    weight: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, last state, states for the backward, and with `softplus` the steps, all in float32. With `log_A`, A holds
-    log(-A)."""
-    steps = F.softplus(delta.float()).contiguous() if softplus else delta
+    log(-A). With a weight (d, rank), delta (b, l, rank) is what its product makes the steps of, before the softplus."""
+    if weight is not None:
+        from mambacl.fused.steps import project_steps
+
+        steps = project_steps(delta, weight, bias)
+    else:
+        steps = F.softplus(delta.float()).contiguous() if softplus else delta
     y, last, kept = triton_scan.forward(u, steps, A, B, C, reverse, log_A)
     return y, last, kept, steps if softplus else delta.new_empty(0, dtype=torch.float32)
 
@@ -96,7 +110,7 @@ def _kernel_back(
     return du, ddelta, dA, dB.contiguous().to(B.dtype), dC.contiguous().to(C.dtype)
 
 
-def _fake_kernel(u, delta, A, B, C, log_A, softplus, reverse):  # type: ignore[no-untyped-def]
+def _fake_kernel(u, delta, A, B, C, log_A, softplus, reverse, weight, bias):  # type: ignore[no-untyped-def]
     def new(*shape: int) -> Tensor:
         return u.new_empty(shape, dtype=torch.float32)
 
@@ -111,19 +125,26 @@ def _fake_kernel_back(  # type: ignore[no-untyped-def]
 
 
 def _keep_kernel(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    u, delta, A, B, C, ctx.log_A, ctx.softplus, ctx.reverse = inputs
+    u, delta, A, B, C, ctx.log_A, ctx.softplus, ctx.reverse, weight, _ = inputs
     ctx.dtype = delta.dtype
-    ctx.save_for_backward(u, output[3] if ctx.softplus else delta, A, B, C, output[2])
+    low_rank = delta if weight is not None and ctx.needs_input_grad[8] else None
+    ctx.save_for_backward(u, output[3] if ctx.softplus else delta, A, B, C, output[2], low_rank, weight)
     ctx.set_materialize_grads(False)  # else zeros for what nobody differentiates
 
 
 def _differentiate_kernel(ctx, dy, dlast, dkept, dsteps):  # type: ignore[no-untyped-def]
-    need_A = ctx.needs_input_grad[2]
-    saved = ctx.saved_tensors
+    need_A, (need_weight, need_bias) = ctx.needs_input_grad[2], ctx.needs_input_grad[8:]
+    *saved, low_rank, weight = ctx.saved_tensors
     u = saved[0]
     dy = torch.zeros(u.shape, dtype=torch.float32, device=u.device) if dy is None else dy
     du, ddelta, dA, dB, dC = _kernel_backward(dy, dlast, *saved, ctx.log_A, ctx.softplus, ctx.reverse, need_A)
-    return du, ddelta.to(ctx.dtype), dA if need_A else None, dB, dC, None, None, None
+    dweight = dbias = None
+    if weight is not None:
+        rows = ddelta.flatten(0, 1)
+        dweight = rows.T @ low_rank.flatten(0, 1).to(rows.dtype) if need_weight else None
+        dbias = rows.sum(0) if need_bias else None
+        ddelta = (rows @ weight).unflatten(0, u.shape[:2])
+    return du, ddelta.to(ctx.dtype), dA if need_A else None, dB, dC, None, None, None, dweight, dbias
 
 
 _kernel_backward = operator("scan_kernel_backward", _kernel_back, _fake_kernel_back)

@@ -1,0 +1,152 @@
+"""Steps that a kernel makes of their low-rank form, and the scan that takes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernels_help import DEVICE, gpu, kernels, poisoned
+from scan_help import assert_close, slope, tokens
+from torch import Tensor, nn
+
+from mambacl.backbones import create_model
+from mambacl.scan import scan_low_rank
+
+
+def layer(rank: int, width: int, bias: bool = True, seed: int = 3) -> nn.Linear:
+    torch.manual_seed(seed)
+    linear = nn.Linear(rank, width, bias=bias)
+    with torch.no_grad():
+        linear.weight.normal_()
+    return linear.to(DEVICE)
+
+
+def wanted_steps(dt: Tensor, linear: nn.Linear) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.double()
+    return F.softplus(F.linear(dt.double(), linear.weight.double(), bias))
+
+
+@kernels
+@pytest.mark.parametrize("rows, rank, width", [((2, 5), 3, 6), ((1, 70), 16, 20), ((3, 1), 65, 130), ((1, 1), 1, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_those_of_the_linear_layer(rows, rank, width, bias, dtype) -> None:
+    from mambacl.fused.steps import project_steps
+
+    linear = layer(rank, width, bias)
+    wide = torch.randn(*rows, rank + 7, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    dt = wide[..., :rank]  # rows of a wider matrix, as x_proj gives them
+    with poisoned():
+        steps = project_steps(dt, linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+    assert steps.dtype == torch.float32 and steps.is_contiguous()
+    assert_close(steps, wanted_steps(dt, linear), 2e-6)
+
+
+@kernels
+def test_small_and_large_steps_keep_their_digits() -> None:
+    from mambacl.fused.steps import project_steps
+
+    raw = torch.linspace(-80, 80, 4001, device=DEVICE)
+    nothing, weight = torch.zeros(1, 1, 1, device=DEVICE), torch.ones(len(raw), 1, device=DEVICE)
+    steps = project_steps(nothing, weight, raw).flatten()  # by the bias: a product would have an error of its own
+    expected = F.softplus(raw.double())
+    assert ((steps - expected).abs() / expected).max() < 5e-7
+
+
+@kernels
+def test_numbers_that_are_none_go_where_softplus_sends_them() -> None:
+    from mambacl.fused.steps import project_steps
+
+    raw = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], device=DEVICE)
+    steps = project_steps(torch.ones(1, 1, 1, device=DEVICE), raw[:, None].contiguous(), None).flatten()
+    zero = torch.zeros(5, device=DEVICE)
+    from_bias = project_steps(zero[None, :1, None], torch.ones(5, 1, device=DEVICE), raw).flatten()
+    assert torch.equal(from_bias.nan_to_num(nan=-1.0), F.softplus(raw).nan_to_num(nan=-1.0))
+    assert steps[0].isnan() and steps[3] == 1e30 and steps[4] == 0
+
+
+def outcome(inputs: dict[str, Tensor], dt: Tensor, linear: nn.Linear, backend: str, dtype: torch.dtype) -> dict:
+    """Output, last state and all gradients."""
+    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items() if name != "delta"}
+    dt = dt.detach().to(dtype).requires_grad_()
+    own = nn.Linear(*linear.weight.shape[::-1], bias=linear.bias is not None).to(DEVICE, dtype)
+    own.load_state_dict(linear.state_dict())
+    u, A, B, C = leaves.values()
+    y, last = scan_low_rank(u, dt, own, (-A.detach()).log().requires_grad_(), B, C, backend)
+    trained = {"u": u, "dt": dt, "B": B, "C": C, **dict(own.named_parameters())}
+    gradients = torch.autograd.grad([y, last], list(trained.values()), [slope(y), slope(last, 1, -1)])
+    return {"y": y.detach(), "last": last.detach(), **dict(zip(trained, gradients, strict=True))}
+
+
+@kernels
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("length, n, groups", [(5, 3, 1), (19, 4, 2)])
+def test_the_scan_and_all_gradients(length, n, groups, bias) -> None:
+    inputs = tokens(b=2, l=length, d=6, n=n, groups=groups)
+    linear = layer(4, 6, bias)
+    dt = torch.randn(2, length, 4, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    with poisoned():
+        ours = outcome(inputs, dt, linear, "triton", torch.float32)
+    expected = outcome(inputs, dt, linear, "reference", torch.float64)
+    assert set(ours) == set(expected)
+    for name, tensor in expected.items():
+        assert_close(ours[name], tensor, 4e-6, name)
+
+
+@kernels
+def test_frozen_weights_get_no_gradient() -> None:
+    inputs, linear = tokens(b=1, l=4, d=6, n=3), layer(4, 6).requires_grad_(False)
+    dt = torch.randn(1, 4, 4, device=DEVICE, requires_grad=True)
+    A_log = (-inputs["A"]).log()
+    y, _ = scan_low_rank(inputs["u"], dt, linear, A_log, inputs["B"], inputs["C"], "triton")
+    y.sum().backward()
+    assert dt.grad is not None and linear.weight.grad is None and linear.bias.grad is None
+
+
+@kernels
+def test_a_layer_with_a_hook_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, linear, seen = tokens(b=1, l=4, d=6, n=3), layer(4, 6), []
+    dt = torch.randn(1, 4, 4, device=DEVICE)
+    A_log = (-inputs["A"]).log()
+    plain = scan_low_rank(inputs["u"], dt, linear, A_log, inputs["B"], inputs["C"], "triton")[0]
+    linear.register_forward_hook(lambda module, given, output: seen.append(output.shape))
+    hooked = scan_low_rank(inputs["u"], dt, linear, A_log, inputs["B"], inputs["C"], "triton")[0]
+    assert seen == [(1, 4, 6)]
+    assert_close(hooked, plain, 2e-6)
+
+
+@kernels
+def test_operator_is_registered_as_pytorch_wants_it() -> None:
+    inputs, linear = tokens(b=1, l=3, d=4, n=2), layer(3, 4)
+    leaves = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "delta"]
+    u, A, B, C = leaves
+    dt = torch.randn(1, 3, 3, device=DEVICE, requires_grad=True)
+    arguments = (u, dt, A, B, C, False, True, False, linear.weight, linear.bias)
+    result = torch.library.opcheck(torch.ops.mambacl.scan_kernel.default, arguments)
+    assert set(result.values()) == {"SUCCESS"}
+
+
+class TestForReal:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("precision, tolerance", [("highest", 1e-6), ("high", 2e-3)])
+    def test_at_the_size_of_the_largest_model(self, precision: str, tolerance: float) -> None:
+        from mambacl.fused.steps import project_steps
+
+        linear = layer(48, 2048)
+        dt = torch.randn(50, 145, 80, device=DEVICE)[..., :48]
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            steps = project_steps(dt, linear.weight.detach(), linear.bias.detach())
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert_close(steps, wanted_steps(dt, linear), tolerance)
+
+    def test_a_model_takes_it(self) -> None:
+        torch.manual_seed(0)
+        model = create_model("defocus_mamba_nano", num_classes=0, depth=2).to(DEVICE).eval()
+        images = torch.randn(4, 3, 32, 32, device=DEVICE)
+        fast = model(images)
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.register_forward_hook(lambda *_: None)
+        assert_close(fast, model(images), 1e-5)
