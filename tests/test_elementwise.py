@@ -218,17 +218,17 @@ class Recorder:
     """Stands in for the scan of our backbones, and keeps what goes in and comes out."""
 
     def __init__(self, monkeypatch, family):
-        module = f"mambacl.backbones.{family}.scan_tokens"
+        home = "mambacl.scan.dispatch" if family == "defocus" else f"mambacl.backbones.{family}"
         self.calls = []
         import mambacl.scan
 
-        def recorded(x, steps, logarithm, B, C, **named):
-            y, last = mambacl.scan.scan_tokens(x, steps, logarithm, B, C, **named)
+        def recorded(x, steps, logarithm, B, C, *backend, **named):
+            y, last = mambacl.scan.scan_tokens(x, steps, logarithm, B, C, *backend, **named)
             A, delta = -logarithm.exp(), torch.nn.functional.softplus(steps) if named["softplus"] else steps
             self.calls.append(tuple(t.detach().clone() for t in (x, delta, A, B, C, y)))
             return y, last
 
-        monkeypatch.setattr(module, recorded)
+        monkeypatch.setattr(f"{home}.scan_tokens", recorded)
 
     def __call__(self, model, batch):
         """The scans of one batch, a block each."""

@@ -115,6 +115,29 @@ def test_a_layer_with_a_hook_is_called(kind: str) -> None:
     assert seen == [1]
 
 
+@kernels
+def test_a_layer_is_called_that_somebody_changed_from_outside() -> None:
+    linear, seen, tokens = torch.nn.Linear(4, 4).to(DEVICE), [], torch.randn(1, 2, 4, device=DEVICE)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))  # of every module
+    try:
+        fused.halves(linear, tokens, "triton")
+    finally:
+        handle.remove()
+    linear.forward = lambda given: seen.append(2) or given
+    first, second = fused.halves(linear, tokens, "triton")
+    assert seen == [1, 2] and torch.equal(torch.cat((first, second), -1), tokens)
+
+
+@kernels
+def test_a_second_derivative_is_refused() -> None:
+    """It would have to go through a backward kernel, which has no derivative."""
+    x, weight = normal(1, 3, 4).float().requires_grad_(), normal(4, 2).float()
+    y = fused.causal_conv_silu(x, weight, backend="triton")
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_the_plain_rotation_is_that_of_its_formula(scale: float) -> None:
     M, freq = normal(2, 5, 2, 6), normal(6)

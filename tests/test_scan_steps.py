@@ -8,6 +8,8 @@ from scan_help import assert_close, slope, tokens
 from torch import Tensor, nn
 
 from mambacl.backbones import create_model
+from mambacl.errors import UserError
+from mambacl.precision import float32_products
 from mambacl.scan import scan_low_rank
 
 
@@ -114,6 +116,109 @@ def test_a_layer_with_a_hook_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("apart", [(12, slice(None, None, 2)), (1, None)])
+def test_bias_of_any_layout(apart) -> None:
+    size, taken = apart
+    inputs, linear = tokens(b=1, l=4, d=6, n=3), layer(4, 6)
+    bias = torch.randn(size, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    linear.bias = nn.Parameter(bias.expand(6) if taken is None else bias[taken])
+    dt = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    given = (inputs["u"], dt, linear, (-inputs["A"]).log(), inputs["B"], inputs["C"])
+    assert_close(scan_low_rank(*given, "triton")[0], scan_low_rank(*given, "torch")[0], 1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_precision_set_where_newer_pytorch_has_it(precision: str) -> None:
+    inputs, linear, settings = tokens(b=1, l=4, d=6, n=3), layer(4, 6), torch.backends.cuda.matmul
+    dt = torch.randn(1, 4, 4, device=DEVICE)
+    before, settings.fp32_precision = settings.fp32_precision, precision
+    try:
+        y, _ = scan_low_rank(inputs["u"], dt, linear, (-inputs["A"]).log(), inputs["B"], inputs["C"], "triton")
+    finally:
+        settings.fp32_precision = before
+    assert y.isfinite().all()
+
+
+@kernels
+@pytest.mark.parametrize("wide", ["A", "B", "C"])
+def test_float64_is_for_the_other_backends(wide: str) -> None:
+    inputs, linear = tokens(b=1, l=4, d=6, n=3), layer(4, 6)
+    inputs[wide] = inputs[wide].double()
+    given = (inputs["u"], torch.randn(1, 4, 4, device=DEVICE), linear, (-inputs["A"]).log(), inputs["B"], inputs["C"])
+    assert scan_low_rank(*given)[0].dtype == torch.float64
+    with pytest.raises(UserError, match="below float64"):
+        scan_low_rank(*given, "triton")
+
+
+@kernels
+def test_a_weight_of_another_rank_is_refused() -> None:
+    inputs, linear = tokens(b=1, l=4, d=6, n=3), layer(4, 6)
+    dt = torch.randn(1, 4, 8, device=DEVICE)[..., :3]
+    with pytest.raises(RuntimeError, match="shapes"):
+        scan_low_rank(inputs["u"], dt, linear, (-inputs["A"]).log(), inputs["B"], inputs["C"], "triton")
+
+
+class Quantised(Tensor):
+    """A weight that knows one operation, the product of a linear layer."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "Quantised":
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function is F.linear:
+            return function(arguments[0], arguments[1].values, *arguments[2:])
+        return super().__torch_function__(function, types, arguments, keywords or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(arguments[0].values)
+        raise NotImplementedError(function)
+
+
+class Scaled(nn.Module):
+    """A layer in the place of a linear one: no bias."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@kernels
+def test_what_takes_the_place_of_a_layer_or_its_weight_is_called() -> None:
+    inputs, linear = tokens(b=1, l=4, d=6, n=3), layer(4, 6, bias=False)
+    dt, A_log = torch.randn(1, 4, 4, device=DEVICE), (-inputs["A"]).log()
+    plain = scan_low_rank(inputs["u"], dt, linear, A_log, inputs["B"], inputs["C"], "triton")[0]
+    quantised = layer(4, 6, bias=False)
+    quantised.weight = nn.Parameter(Quantised(linear.weight.detach()), requires_grad=False)
+    for other in (quantised, Scaled(linear)):
+        y = scan_low_rank(inputs["u"], dt, other, A_log, inputs["B"], inputs["C"], "triton")[0]
+        assert_close(y, plain, 2e-6)
+
+
+@kernels
+@pytest.mark.parametrize("trained", ["dt", "weight", "bias"])
+def test_each_gradient_without_the_others(trained: str) -> None:
+    inputs, linear = tokens(b=2, l=5, d=6, n=3), layer(4, 6)
+    dt = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    leaf = {"dt": dt, **dict(linear.requires_grad_(False).named_parameters())}[trained].requires_grad_()
+    found = []
+    for backend in ("triton", "torch"):
+        y, _ = scan_low_rank(inputs["u"], dt, linear, (-inputs["A"]).log(), inputs["B"], inputs["C"], backend)
+        found += torch.autograd.grad(y, leaf, slope(y))
+    assert_close(*found, 1e-5)
+
+
+@kernels
 def test_operator_is_registered_as_pytorch_wants_it() -> None:
     inputs, linear = tokens(b=1, l=3, d=4, n=2), layer(3, 4)
     leaves = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "delta"]
@@ -127,18 +232,14 @@ def test_operator_is_registered_as_pytorch_wants_it() -> None:
 class TestForReal:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("precision, tolerance", [("highest", 1e-6), ("high", 2e-3)])
-    def test_at_the_size_of_the_largest_model(self, precision: str, tolerance: float) -> None:
+    @pytest.mark.parametrize("tf32, tolerance", [(False, 1e-6), (True, 2e-3)])
+    def test_at_the_size_of_the_largest_model(self, tf32: bool, tolerance: float) -> None:
         from mambacl.fused.steps import project_steps
 
         linear = layer(48, 2048)
         dt = torch.randn(50, 145, 80, device=DEVICE)[..., :48]
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(precision)
-        try:
+        with float32_products(tf32=tf32):
             steps = project_steps(dt, linear.weight.detach(), linear.bias.detach())
-        finally:
-            torch.set_float32_matmul_precision(before)
         assert_close(steps, wanted_steps(dt, linear), tolerance)
 
     def test_a_model_takes_it(self) -> None:

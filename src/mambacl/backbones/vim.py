@@ -23,7 +23,8 @@ from mambacl.backbones.layers import (
 )
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
-from mambacl.scan import scan_tokens
+from mambacl.fused.halves import is_plain
+from mambacl.scan import scan_low_rank, scan_tokens, scans_by_kernel
 
 FIXED = {  # options of the public code that no public model sets otherwise
     "rms_norm": True,
@@ -133,10 +134,15 @@ class Mixer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, z = fused.halves(self.in_proj, tokens)  # 1. (b, l, d) each
+        y = self.in_place(x, z) if self.unobserved() and scans_by_kernel(x, self.A_log) else self.joined(x, z)
+        return self.out_proj(y.to(tokens.dtype))  # 8.
+
+    def joined(self, x: Tensor, z: Tensor) -> Tensor:
+        """The backward direction flipped, and both as two groups of channels of one scan, so that a backend goes
+        through time once."""
         ahead = self.select(x, self.conv1d, self.x_proj, self.dt_proj)
         back = self.select(x.flip(1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
         with full_precision(x):
-            # The directions are two groups of channels of one scan, so that a backend goes through time once.
             x, steps, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
             A = torch.cat((self.A_log, self.A_b_log))
             B, C = B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1))
@@ -144,8 +150,27 @@ class Mixer(nn.Module):
             y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), at_least_float32(x))  # 6.
             y_ahead, y_back = y.chunk(2, dim=-1)
             # Both directions have the same gate, the backward one flipped: it is applied once, to their sum.
-            y = (y_ahead + y_back.flip(1)) / 2 * F.silu(at_least_float32(z))  # 7.
-        return self.out_proj(y.to(tokens.dtype))  # 8.
+            return (y_ahead + y_back.flip(1)) / 2 * F.silu(at_least_float32(z))  # 7.
+
+    def in_place(self, x: Tensor, z: Tensor, backend: str = "auto") -> Tensor:
+        """The same by kernels that go through time either way: nothing is flipped, joined or parted."""
+        gated = []
+        for reverse, conv, x_proj, dt_proj, A_log, D in (
+            (False, self.conv1d, self.x_proj, self.dt_proj, self.A_log, self.D),
+            (True, self.conv1d_b, self.x_proj_b, self.dt_proj_b, self.A_b_log, self.D_b),
+        ):
+            u = fused.causal_conv_silu(x, conv.weight.squeeze(1), conv.bias, reverse=reverse, backend=backend)  # 2.
+            dt, B, C = x_proj(u).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
+            with full_precision(x):
+                B, C = B.unsqueeze(2), C.unsqueeze(2)
+                y, _ = scan_low_rank(u, dt, dt_proj, A_log, B, C, backend, reverse=reverse)  # 4. and 5.
+                gated.append(fused.skip_gate(y, u, D, z, backend=backend))  # 6. and 7.
+        with full_precision(x):
+            return torch.lerp(gated[0], gated[1], 0.5)
+
+    def unobserved(self) -> bool:
+        """Whether nobody sees the order in which the backward direction's layers get their tokens."""
+        return not torch.compiler.is_compiling() and is_plain(self.x_proj_b) and is_plain(self.dt_proj_b)
 
     def select(self, u: Tensor, conv: nn.Conv1d, x_proj: nn.Module, dt_proj: nn.Linear) -> tuple[Tensor, ...]:
         """What a direction's scan takes: x and its steps before the softplus (b, l, d), B and C (b, l, n)."""

@@ -12,10 +12,12 @@ from mambacl.bench.timing import Clock
 from mambacl.methods import Method
 
 NOTES = ("A call that is waited for, images at hand. Mamba-CL adds nothing to it but its classifiers.",)
+GPU_NOTE = "GPU ms: the GPU's own time for a call, launching left out; none where it cannot be told apart."
 
 
 def measure(clock: Clock, sizes: Sizes) -> Result:
-    result = Result(f"Inference on {clock.device.type}", notes=list(NOTES))
+    on_gpu = clock.device.type == "cuda"
+    result = Result(f"Inference on {clock.device.type}", notes=[*NOTES, *([GPU_NOTE] if on_gpu else [])])
     for case in sizes.inference:
         for name in sizes.precisions:
             result.rows += _rows(clock, case, name)
@@ -29,16 +31,21 @@ def _rows(clock: Clock, case: Case, name: str) -> list[Row]:
     rows: list[Row] = []
     for batch in case.batches:
         given = images(case, model, batch)
+        predict = partial(_predict, method, given, name)
         with products(name):
-            seconds = clock.wall(partial(_predict, method, given, name))
-        rows.append({
-            "model": case.model,
-            "batch": batch,
-            "precision": name,
-            "call_ms": 1e3 * seconds,
-            "ms_an_image": 1e3 * seconds / batch,
-            "images_a_second": batch / seconds,
-        })  # fmt: skip
+            seconds = clock.wall(predict)
+            row: Row = {
+                "model": case.model,
+                "batch": batch,
+                "precision": name,
+                "call_ms": 1e3 * seconds,
+                "ms_an_image": 1e3 * seconds / batch,
+                "images_a_second": batch / seconds,
+            }
+            if clock.device.type == "cuda":
+                own = clock.on_device(predict)
+                row["GPU_ms"] = 1e3 * own.seconds if own.queued else None
+        rows.append(row)
     return rows
 
 

@@ -15,6 +15,7 @@ from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
+from mambacl.precision import float32_products
 from mambacl.scan.dispatch import ENVIRONMENT_VARIABLE
 from mambacl.training.display import Display
 from mambacl.training.loop import Loop
@@ -78,15 +79,9 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
 
 
-@contextmanager
-def products(name: str) -> Iterator[None]:
+def products(name: str) -> AbstractContextManager[None]:
     """tf32 and bf16, as in a run: products of float32 matrices in the tensor cores' own way; float32: in full."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return float32_products(tf32=name != "float32")
 
 
 @contextmanager

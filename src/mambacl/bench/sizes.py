@@ -70,7 +70,11 @@ GPU = Sizes(
     shapes={name: shape for name, shape in SHAPES.items() if name != "cpu"},
     inputs=("float32", "bfloat16"),
     precisions=("float32", "tf32", "bf16"),
-    block=(Case(LARGE, (50,), 192, ONE_BLOCK), Case(NANO, (200,), options=ONE_BLOCK)),
+    block=(
+        Case(LARGE, (50,), 192, ONE_BLOCK),
+        Case(NANO, (200,), options=ONE_BLOCK),
+        Case("vim_small", (64,), options=ONE_BLOCK),
+    ),
     step=(Case(NANO, (200,)), Case(LARGE, (200, 100, 50, 25), 192), Case(LARGE, (50, 25), 192)),
     nullspace=(Case(NANO), Case(LARGE, (), 192)),
     inference=(Case(NANO, (1, 1000)), Case(LARGE, (1, 100), 192)),

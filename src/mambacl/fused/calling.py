@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
@@ -50,6 +51,6 @@ def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], dif
     methods = {
         "forward": staticmethod(lambda *inputs: run(*inputs)),
         "setup_context": staticmethod(keep),
-        "backward": staticmethod(differentiate),
+        "backward": staticmethod(once_differentiable(differentiate)),
     }
     return type(name, (torch.autograd.Function,), methods)

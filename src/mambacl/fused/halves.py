@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from mambacl.fused import switch
 
@@ -23,9 +24,11 @@ def halves(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tuple[Te
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether all that it does is to multiply by its weight and to add its bias."""
+    """Whether all that it does is to multiply by its weight, which has no class of its own as quantised ones do, and to
+    add its bias."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return type(linear) is nn.Linear and not any(hooks)
+    own = type(linear) is nn.Linear and "forward" not in vars(linear) and type(linear.weight) in (Tensor, nn.Parameter)
+    return own and not any(hooks) and not _has_any_global_hook()
 
 
 class _Halves(torch.autograd.Function):

@@ -57,11 +57,11 @@ def project_steps(dt: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     given, weight = as_rows(dt), weight.contiguous()
     width, rank = weight.shape
     steps = torch.empty(*dt.shape[:-1], width, dtype=torch.float32, device=dt.device)
-    exact = torch.get_float32_matmul_precision() == "highest"
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"  # however that was set; the older question may raise
     rows, columns = 64, 64
     launch(
         _forward, (triton.cdiv(len(given), rows) * triton.cdiv(width, columns),),
-        given, weight, weight if bias is None else bias, steps, len(given), given.stride(0),
+        given, weight, weight if bias is None else bias.contiguous(), steps, len(given), given.stride(0),
         RANK=rank, D=width, BIAS=bias is not None, ROWS=rows, COLUMNS=columns,
         SUMMED=16 if rank <= 16 else 32,
         PRECISION=as_exact_as_float32(dt.device) if exact else "tf32", num_warps=4, num_stages=1,

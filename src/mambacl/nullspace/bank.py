@@ -4,8 +4,8 @@ product. `Projector.apply` is the plain twin. On a GPU, the kernels of `bank_ker
 On its way a bank counts, for each part, how much of the optimizer's update fell into protected directions.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from mambacl.fused.switch import takes_kernel
 from mambacl.nullspace.adapters import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
+from mambacl.precision import float32_products
 
 ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
 MOST_TABLES = 16  # an optimizer may keep copies of its parameters, each at places of its own
@@ -102,16 +103,10 @@ class Slot:
         return Slot([self.parts[i] for i in numbers], [self.places[i] for i in numbers], self.energy[numbers])
 
 
-@contextmanager
-def without_tf32() -> Iterator[None]:
+def without_tf32() -> AbstractContextManager[None]:
     """Whatever the model is trained in: an update that is projected to three digits leaves what it should not touch
     unchanged to three digits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return float32_products(tf32=False)
 
 
 @dataclass

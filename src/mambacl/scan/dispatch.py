@@ -53,10 +53,7 @@ def selective_scan(
     _check_shapes(u, delta, A, B, C, D, z, delta_bias)
     if not u.is_floating_point():
         raise UserError(f"selective_scan takes floating-point tensors, got u of {u.dtype}; convert it with u.float().")
-    dtype = torch.float32
-    for tensor in (u, delta, A, B, C, D, z, delta_bias):
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = _common_dtype(u, delta, A, B, C, D, z, delta_bias)
     backend = chosen_backend(u, A, backend, dtype)
     if backend == "reference":
         x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
@@ -97,9 +94,7 @@ def scan_tokens(
     is float64. Output (b, l, d) and last state (b, d, n) in that dtype. With `log_A`, A holds log(-A), as models keep
     it; with `softplus` the steps are softplus(delta); `reverse` goes from the last token to the first.
     """
-    dtype = torch.float32
-    for tensor in (u, delta, A, B, C):
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = _common_dtype(u, delta, A, B, C)
     groups = math.lcm(B.shape[2], C.shape[2])  # a backend takes B and C in the same groups
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
     backend = chosen_backend(u, A, backend, dtype)
@@ -122,19 +117,39 @@ def scan_tokens(
 
 
 def scan_low_rank(
-    u: Tensor, dt: Tensor, to_steps: nn.Linear, A_log: Tensor, B: Tensor, C: Tensor, backend: str = "auto"
+    u: Tensor,
+    dt: Tensor,
+    to_steps: nn.Linear,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    backend: str = "auto",
+    *,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`scan_tokens` with the steps softplus(to_steps(dt)), a linear layer's. A kernel writes them at once; a layer that
     is no plain one is called as it is."""
-    weight, bias = to_steps.weight, to_steps.bias
-    direct = not torch.compiler.is_compiling() and is_plain(to_steps) and weight.dtype == torch.float32
-    dtype = torch.promote_types(torch.float32, u.dtype)
+    weight = to_steps.weight
+    direct = not torch.compiler.is_compiling() and is_plain(to_steps) and _multiplies(weight, dt, u)
+    dtype = _common_dtype(u, A_log, B, C)
     if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
-        y, last, _, _ = operators.scan_kernel(u, dt, A_log.float(), B, C, True, True, False, weight, bias)
+        y, last, _, _ = operators.scan_kernel(u, dt, A_log.float(), B, C, True, True, reverse, weight, to_steps.bias)
         return y, last
     steps = to_steps(dt.to(weight.dtype))
     steps = steps.to(torch.promote_types(torch.float32, steps.dtype))
-    return scan_tokens(u, steps, A_log, B, C, backend, log_A=True, softplus=True)
+    return scan_tokens(u, steps, A_log, B, C, backend, log_A=True, softplus=True, reverse=reverse)
+
+
+def _multiplies(weight: Tensor, dt: Tensor, u: Tensor) -> bool:
+    """Whether the kernel takes a weight: of float32, where u is, (d, rank). Any other is its layer's to take or to
+    refuse."""
+    there = weight.dtype == torch.float32 and weight.device == u.device
+    return there and weight.shape == (u.shape[-1], dt.shape[-1])
+
+
+def scans_by_kernel(u: Tensor, A: Tensor) -> bool:
+    """Whether a Triton kernel scans u, where the backend is left open."""
+    return chosen_backend(u, A, dtype=_common_dtype(u, A)) == "triton"
 
 
 def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32) -> str:
@@ -163,6 +178,14 @@ def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dty
         names = ", ".join(available_backends())
         raise UserError(f"There is no scan backend '{backend}'; choose one of {names}.")
     return backend
+
+
+def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What is computed in: float32, or float64 where an input is."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _tokens_first(M: Tensor, u: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
+from mambacl.precision import float32_products
 from mambacl.streams import Stream, open_stream
 from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
@@ -374,14 +375,11 @@ def pick_device(name: str) -> torch.device:
 @contextmanager
 def _arithmetic(config: RunConfig) -> Iterator[None]:
     """How a run computes: with kernels or their plain twins, with or without TF32, which is more than bf16 has."""
-    before = torch.get_float32_matmul_precision()
-    if config.precision != "float32":
-        torch.set_float32_matmul_precision("high")
-    try:
-        with nullcontext() if config.fast else fused.switch.plain():
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with (
+        nullcontext() if config.precision == "float32" else float32_products(tf32=True),
+        nullcontext() if config.fast else fused.switch.plain(),
+    ):
+        yield
 
 
 @contextmanager

@@ -1,0 +1,25 @@
+"""How products of float32 matrices are computed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def float32_products(tf32: bool) -> Iterator[None]:
+    """In TF32 where the hardware has it, or in full; afterwards as before. PyTorch has two settings for that, and the
+    older one cannot be asked where the newer one contradicts it: both are given back."""
+    newer = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in newer]
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "highest"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for place, precision in zip(newer, before, strict=True):
+            place.fp32_precision = precision
