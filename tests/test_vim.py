@@ -296,6 +296,20 @@ def test_in_place_gives_what_joined_gives(length):
         assert relative(found[name].double(), tensor) < 5e-6, name
 
 
+@kernels
+def test_in_place_under_autocast_is_as_good_as_joined():
+    mixer = tiny(embed_dim=8, d_state=4).layers[0].mixer.to(DEVICE)
+    tokens = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = []
+    for way in (lambda x, z: mixer.in_place(x, z, "triton"), mixer.joined):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            found.append(gated_and_gradients(mixer, tokens, way))
+    exact = gated_and_gradients(mixer.double(), tokens.double(), mixer.joined)
+    assert found[0]["y"].dtype == found[1]["y"].dtype == torch.float32
+    ours, other = (max(relative(each[name].double(), tensor) for name, tensor in exact.items()) for each in found)
+    assert ours < 0.05 and ours < 1.5 * other
+
+
 def test_who_watches_the_backward_direction_sees_it_flipped(monkeypatch):
     """In place its layers get the tokens in the order of the image; the adapters count on the other."""
     taken = []
