@@ -1,4 +1,4 @@
-# make demo    the whole product on a small example, in about three minutes
+# make demo    the whole product on a small example, installation included in about three minutes
 # make test    style, types and all tests
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
 PYTHON ?= python3

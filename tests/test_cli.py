@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,35 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     lines = captured.err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("mambacl: ") and not captured.out
     return lines[0]
+
+
+def test_threads_wait_without_spinning_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(variable, "")  # so that it is what it was afterwards
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+
+    def chosen(load: float, **variables: str) -> str | None:
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert main(["evaluate", "no such folder"]) == 2
+            found = os.environ.pop("OMP_WAIT_POLICY", None)
+        return found
+
+    assert chosen(1.9) is None
+    assert chosen(2.1) == "passive"
+    assert chosen(9.0, OMP_WAIT_POLICY="active") == "active"
+    assert chosen(9.0, GOMP_SPINCOUNT="7") is None
+
+
+def test_a_wrong_backend_is_not_blamed_on_the_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAMBACL_SCAN", "fastest")
+    sentence = fails(capsys, "train", str(write_config(tmp_path)), "--out", str(tmp_path / "run"))
+    assert "no scan backend 'fastest'" in sentence and "image_size" not in sentence
 
 
 def test_a_whole_session(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

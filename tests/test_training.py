@@ -266,6 +266,15 @@ def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
         mambacl.resume(tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["backbone", "task-end"])
+def test_what_has_no_second_copy_is_damaged(name: str, tmp_path: Path) -> None:
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / f"{name}.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(UserError, match=rf"{name}\.safetensors is damaged .*--overwrite"):
+        mambacl.evaluate(tmp_path / "run")
+
+
 def test_changed_data_are_noticed(tmp_path: Path) -> None:
     with interrupted_after(3):
         train(tmp_path / "run")

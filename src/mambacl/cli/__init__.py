@@ -4,6 +4,7 @@ in the middle of work 1."""
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     command.__name__: command
     for command in (train, resume, evaluate, report, paper, audit, plan, data, bench, models, methods, convert)
 }
+
+LONG = (train, resume, evaluate, paper, audit)  # and compute
+BUSY = 0.5  # programs that want a core, for each core
 
 
 def usage() -> str:
@@ -43,6 +47,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command is None:
         hint = did_you_mean(arguments[0], COMMANDS)
         return _fail(f"There is no command '{arguments[0]}'.{hint} Known: {', '.join(COMMANDS)}.", 2)
+    if command in LONG:
+        _share_cores()
     return command(arguments[1:])
 
 
@@ -74,6 +80,14 @@ def _print_any_name() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def _share_cores() -> None:
+    """OpenMP's threads wait for each other by spinning. Where other programs want the cores too, it keeps them from the
+    very threads that are waited for. It counts where PyTorch, which starts them, is not loaded yet."""
+    chosen = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+    if not chosen and hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def _fail(sentence: str, code: int) -> int:

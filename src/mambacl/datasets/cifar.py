@@ -59,7 +59,10 @@ def read_arrays(data: bytes) -> Any:
 def read_official(folder: Path, name: str, check: Callable[[bytes, str], bool]) -> dict[bytes, Any]:
     path = folder / name
     if not path.is_file():
-        raise UserError(f"There is no {path}: unpack the official cifar-100-python.tar.gz there, or set stream.root.")
+        raise UserError(
+            f"There is no {name} of CIFAR-100 in {folder}: stream.root is to be the folder in which the official "
+            "cifar-100-python.tar.gz was unpacked."
+        )
     data = path.read_bytes()
     if not check(data, name):
         raise UserError(f"{path} is not the official file (its MD5 is not {MD5[name]}): download it again.")

@@ -29,9 +29,11 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-@torch.compiler.assume_constant_result
 def built() -> bool:
     return library() is not None
+
+
+built._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result` imports all of the compiler
 
 
 def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:

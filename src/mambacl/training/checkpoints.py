@@ -29,6 +29,7 @@ from mambacl.training.folder import RunFolder
 
 LAST, PREVIOUS, TASK_END = "last.safetensors", "previous.safetensors", "task-end.safetensors"
 BACKBONE = "backbone.safetensors"
+START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
 TASK_FILE = re.compile(r"task-(\d+)\.safetensors")
 
 
@@ -55,6 +56,8 @@ def load_backbone(folder: RunFolder, model: nn.Module) -> None:
     path = folder.checkpoints / BACKBONE
     try:
         model.load_state_dict(read_tensors(path)[0])
+    except UserError as error:
+        raise UserError(f"{error} {START_AGAIN}") from None
     except RuntimeError:
         raise UserError(f"{path} does not fit the model that config.yaml describes: was it edited?") from None
 
@@ -125,7 +128,12 @@ class Checkpoint:
 
 def load_task_end(folder: RunFolder) -> Checkpoint | None:
     """The checkpoint at the end of the latest finished task, or None before the first."""
-    return _read(folder, TASK_END) if (folder.checkpoints / TASK_END).exists() else None
+    if not (folder.checkpoints / TASK_END).exists():
+        return None
+    try:
+        return _read(folder, TASK_END)
+    except UserError as error:
+        raise UserError(f"{error} {START_AGAIN}") from None
 
 
 def load(folder: RunFolder) -> Checkpoint | None:
@@ -144,7 +152,7 @@ def load(folder: RunFolder) -> Checkpoint | None:
             _keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST)
         return checkpoint
     if damaged is not None:
-        raise UserError(f"{damaged} No whole checkpoint is left: start the run again with --overwrite.")
+        raise UserError(f"{damaged} No whole checkpoint is left. {START_AGAIN}")
     return None
 
 

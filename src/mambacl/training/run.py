@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -103,7 +103,7 @@ def _on_device(config: RunConfig, device: str | None) -> RunConfig:
 def _continue(folder: RunFolder, config: RunConfig, loop: type[Loop] = Loop) -> Run:
     results = folder.results()
     if results.get("status") == "finished":
-        logger.info("%s is finished and shown as it is; overwrite (--overwrite) trains it again.", folder.path)
+        logger.info("%s is finished and shown as it is; `mambacl train` with --overwrite trains it again.", folder.path)
         return Run(folder.path, results)
     with folder.locked():
         folder.clear_covariances()
@@ -261,12 +261,7 @@ def _build(config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] 
     else:
         checkpoints.load_backbone(folder, model)
     model.eval()
-    try:  # images that do not fit the model are noticed here, before anything is written
-        with torch.no_grad():
-            model(torch.zeros(1, 3, stream.transforms.size, stream.transforms.size))
-    except UserError as error:
-        own = data["input_size"][-1]
-        raise UserError(f"{error} Set --stream.transforms.image_size; {config.backbone}'s own is {own}.") from None
+    _check_image_size(model, stream.transforms.size, config.backbone)
     warm = config.training.heads == "warm-second"
     classifier = None
     if config.known_classes:  # after the first task it is in the checkpoints
@@ -276,6 +271,17 @@ def _build(config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] 
     setup = Setup(config.nullspace, warm, config.seed, config.options, classifier, config.folder / "checkpoints")
     method = method_class(model.to(device), setup)
     return _Parts(config, model, stream, method, device, loop)
+
+
+@torch.no_grad()
+def _check_image_size(model: nn.Module, size: int, name: str) -> None:
+    """Images that do not fit the model are noticed here, before anything is written."""
+    own = cast(Any, model).default_cfg["input_size"][-1]
+    try:
+        model(torch.zeros(1, 3, size, size))
+    except UserError as error:
+        model(torch.zeros(1, 3, own, own))  # where images of its own size fail as well, theirs is the error
+        raise UserError(f"{error} Set --stream.transforms.image_size; {name}'s own is {own}.") from None
 
 
 def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
