@@ -49,6 +49,12 @@ def test_threads_wait_without_spinning_on_a_busy_machine(monkeypatch: pytest.Mon
     assert chosen(9.0, OMP_WAIT_POLICY="active") == "active"
     assert chosen(9.0, GOMP_SPINCOUNT="7") is None
 
+    def unknown() -> None:
+        raise OSError("Load averages are unobtainable")
+
+    monkeypatch.setattr(os, "getloadavg", unknown)
+    assert main(["evaluate", "no such folder"]) == 2 and "OMP_WAIT_POLICY" not in os.environ
+
 
 def test_a_wrong_backend_is_not_blamed_on_the_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

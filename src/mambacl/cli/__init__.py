@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from mambacl.cli.bench import bench
 from mambacl.cli.data import data
@@ -86,8 +87,9 @@ def _share_cores() -> None:
     """OpenMP's threads wait for each other by spinning. Where other programs want the cores too, it keeps them from the
     very threads that are waited for. It counts where PyTorch, which starts them, is not loaded yet."""
     chosen = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
-    if not chosen and hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+    with suppress(AttributeError, OSError):  # not every system knows its load
+        if not chosen and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
+            os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def _fail(sentence: str, code: int) -> int:
