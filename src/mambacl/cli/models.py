@@ -17,9 +17,9 @@ def plan(arguments: Sequence[str]) -> int:
 
     from mambacl.backbones import create_model
     from mambacl.config import RunConfig, preset_names, resolve
-    from mambacl.fused.switch import serves
     from mambacl.nullspace import SETTINGS, NullSpace
     from mambacl.nullspace.plan import make_plan
+    from mambacl.ops.switch import serves
     from mambacl.reports.plans import plan_text
     from mambacl.training.run import pick_device
 
