@@ -1,0 +1,129 @@
+// The forward of one item, for one number type and one instruction set. Included after tiles.h.
+//
+//   dt = softplus(delta + bias);  h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;  y_t = <C_t, h_t> + D u_t;  out = y silu(z)
+//
+// Time goes in tiles. Within a tile the blocks of W channels come one after another, so that whole cache lines of a tensor
+// are used together; within a block a few states at a time go through all times of the tile, so that they stay in
+// registers and their chains of additions overlap.
+
+// B or C of one image and group, in the order of the scan.
+static INLINE Rows<const T> shared_rows(const Shared<T>& M, const Item& item, long long step, const Problem<T>& p) {
+    const long long time = p.reverse ? p.length - 1 - step : step;
+    return {M.at + item.image * M.batch + item.group * M.group + time * M.time, p.reverse ? -M.time : M.time};
+}
+
+// A of a block as (n) vectors, times log2(e): decays are powers of two from here on. Returns the largest magnitude.
+static INLINE Lanes rates(const Problem<T>& p, long long channel, long long count, Lanes* a) {
+    Lanes most = {}, unknown = {};  // NaN where a rate is
+    for (long long n = 0; n < p.states; ++n) {
+        Lanes rate = gather(p.A + channel * p.A_channel + n * p.A_state, p.A_channel, count);
+        if (p.log_A) rate = -exponential(rate);
+        a[n] = rate * LOG2E;
+        const Lanes size = magnitude(a[n]);
+        most = size > most ? size : most;
+        unknown += size * T(0);
+    }
+    return most + unknown;
+}
+
+struct Steps {
+    Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
+    bool in_range;            // whether every decay is a power that the short form takes
+};
+
+static INLINE void prepare(const Problem<T>& p, Rows<const T> u, Rows<const T> delta, Lanes bias, Lanes most,
+                           long long count, Steps& steps) {
+    Mask fits = most == most;
+    for (long long t = 0; t < count; ++t) {
+        Lanes dt = load(delta[t]) + bias;
+        if (p.softplus) dt = softplus(dt);
+        steps.dt[t] = dt;
+        steps.x[t] = dt * load(u[t]);
+        fits &= magnitude(dt) * most <= MOST_POWER;
+    }
+    steps.in_range = all(fits);
+}
+
+// G states through the times of a tile; y gets what they add to the output.
+template <int G, bool SHORT>
+static void advance(const Lanes* RESTRICT a, Lanes* RESTRICT states, const Steps& RESTRICT steps, Lanes* RESTRICT y,
+                    Rows<const T> B, Rows<const T> C, long long count) {
+    Lanes h[G];
+    UNROLL for (int j = 0; j < G; ++j) h[j] = states[j];
+    for (long long t = 0; t < count; ++t) {
+        const Lanes dt = steps.dt[t], x = steps.x[t];
+        const T *b = B[t], *c = C[t];
+        Lanes sum = y[t];
+        UNROLL for (int j = 0; j < G; ++j) {
+            h[j] = power<SHORT>(dt, a[j]) * h[j] + x * b[j];
+            sum += h[j] * c[j];
+        }
+        y[t] = sum;
+    }
+    UNROLL for (int j = 0; j < G; ++j) states[j] = h[j];
+}
+
+template <bool SHORT>
+static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, const Steps& steps, Lanes* y,
+                        Rows<const T> B, Rows<const T> C, long long count) {
+    long long n = 0;
+    for (; n + FORWARD_STATES <= p.states; n += FORWARD_STATES)
+        advance<FORWARD_STATES, SHORT>(a + n, states + n, steps, y, {B.at + n, B.step}, {C.at + n, C.step}, count);
+    for (; n + 2 <= p.states; n += 2)
+        advance<2, SHORT>(a + n, states + n, steps, y, {B.at + n, B.step}, {C.at + n, C.step}, count);
+    for (; n < p.states; ++n)
+        advance<1, SHORT>(a + n, states + n, steps, y, {B.at + n, B.step}, {C.at + n, C.step}, count);
+}
+
+static long long forward_lanes(const Problem<T>& p) {  // vectors of memory for one item
+    const long long blocks = (p.chunk + W - 1) / W;
+    return blocks * (2 * p.states + 1);
+}
+
+static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
+    const long long blocks = (item.end - item.first + W - 1) / W, N = p.states;
+    Lanes *a = static_cast<Lanes*>(memory), *h = a + blocks * N, *most = h + blocks * N;
+    for (long long k = 0; k < blocks; ++k) {
+        const long long channel = item.first + k * W, rest = item.end - channel;
+        most[k] = rates(p, channel, least(rest, W), a + k * N);
+        for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
+    }
+    Steps steps;
+    Lanes y[TILE];
+    alignas(64) T buffers[3][TILE * W];
+    for (long long tile = 0; tile < p.tiles(); ++tile) {
+        const long long begin = tile * TILE, count = least(p.length - begin, TILE);
+        const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
+        for (long long k = 0; k < blocks; ++k) {
+            const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
+            const Place place = {item.image, begin, count, channel, width};
+            const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
+            const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
+            prepare(p, u, delta, p.bias ? load_some(p.bias + channel, width) : Lanes{}, most[k], count, steps);
+            const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
+            for (long long t = 0; t < count; ++t) y[t] = p.D ? D * load(u[t]) : Lanes{};
+            if (p.kept)
+                for (long long n = 0; n < N; ++n)
+                    store_some(p.kept + ((item.image * p.tiles() + tile) * N + n) * p.channels + channel, h[k * N + n], width);
+            if (steps.in_range)
+                advance_all<true>(p, a + k * N, h + k * N, steps, y, B, C, count);
+            else
+                advance_all<false>(p, a + k * N, h + k * N, steps, y, B, C, count);
+            const Rows<T> out = rows_for(p.out, place, p.length, p.reverse, buffers[0]);
+            if (p.z.at) {
+                const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[2]);
+                for (long long t = 0; t < count; ++t) {
+                    const Lanes gate = load(z[t]);
+                    y[t] *= gate * sigmoid(gate).of;
+                }
+            }
+            for (long long t = 0; t < count; ++t) store(out[t], y[t]);
+            flush(p.out, place, p.length, p.reverse, buffers[0]);
+        }
+    }
+    for (long long k = 0; k < blocks; ++k) {
+        const long long channel = item.first + k * W, rest = item.end - channel;
+        for (long long n = 0; n < N; ++n)
+            scatter(p.last + (item.image * p.channels + channel) * N + n, N, h[k * N + n], least(rest, W));
+    }
+}
