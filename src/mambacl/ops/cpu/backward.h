@@ -7,49 +7,50 @@ struct Slopes {
     Lanes g[TILE];                // the gradient of y_t
     Lanes of_input[TILE];         // sum over the states of q B: the gradient of dt_t u_t
     Lanes of_decay[TILE];         // sum over the states of f A log2(e): of dt_t, through the decays
-    Lanes of_delta[TILE];         // of dt_t by delta_t
     Lanes of_gate[TILE];          // dout_t by z_t, without y_t
     Lanes y[TILE];
 };
 
 // G states: those of the tile again, then q, the gradient of h_t, from its end to its start. dA gets the sum over time of
-// dt f, with f = q_t exp(dt_t A) h_{t-1} the gradient of dt_t A; dB, dC (TILE, N) get each lane's part.
+// dt f, with f = q_t exp(dt_t A) h_{t-1} the gradient of dt_t A; `sums` (TILE, 2, N) gets each lane's part of dB and dC.
+// What is used at one time lies together: addresses that differ by a multiple of 4 KiB would hold each other up.
 template <int G, bool SHORT, bool GATE>
 static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes* RESTRICT gradient, Lanes* RESTRICT dA,
-                    const Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT dB, Lanes* RESTRICT dC,
-                    Rows<const T> B, Rows<const T> C, long long count, long long N) {
-    Lanes decay[TILE][G], state[TILE + 1][G], h[G];
-    UNROLL for (int j = 0; j < G; ++j) h[j] = state[0][j] = start[j];
+                    const Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
+                    Rows<const T> C, long long count, long long N) {
+    Lanes past[TILE + 1][2][G], h[G];  // the decay of each time, and the state before it
+    decays<G, SHORT>(a, steps, count, past[0][0], 2 * G);
+    UNROLL for (int j = 0; j < G; ++j) h[j] = past[0][1][j] = start[j];
     for (long long t = 0; t < count; ++t) {
-        const Lanes dt = steps.dt[t], x = steps.x[t];
+        const Lanes x = steps.x[t];
         const T *b = B[t], *c = C[t];
         Lanes sum = GATE ? slopes.y[t] : Lanes{};
         UNROLL for (int j = 0; j < G; ++j) {
-            const Lanes e = power<SHORT>(dt, a[j]);
-            decay[t][j] = e;
-            h[j] = e * h[j] + x * b[j];
-            state[t + 1][j] = h[j];
+            h[j] = past[t][0][j] * h[j] + x * b[j];
+            past[t + 1][1][j] = h[j];
             if (GATE) sum += h[j] * c[j];
         }
         if (GATE) slopes.y[t] = sum;
     }
-    Lanes q[G], sums[G];
+    Lanes q[G], of_A[G];
     UNROLL for (int j = 0; j < G; ++j) {
         q[j] = gradient[j];
-        sums[j] = dA[j];
+        of_A[j] = dA[j];
     }
     for (long long t = count - 1; t >= 0; --t) {
         const Lanes dt = steps.dt[t], x = steps.x[t], g = slopes.g[t];
         const T *b = B[t], *c = C[t];
         Lanes of_input = slopes.of_input[t], of_decay = slopes.of_decay[t];
+        Lanes *dB = sums + 2 * t * N, *dC = dB + N;
         UNROLL for (int j = 0; j < G; ++j) {
             q[j] += g * c[j];
-            dC[t * N + j] += g * state[t + 1][j];
-            dB[t * N + j] += x * q[j];
+            dC[j] += g * h[j];
+            dB[j] += x * q[j];
             of_input += q[j] * b[j];
-            q[j] *= decay[t][j];
-            const Lanes f = q[j] * state[t][j];
-            sums[j] += dt * f;
+            q[j] *= past[t][0][j];
+            h[j] = past[t][1][j];
+            const Lanes f = q[j] * h[j];
+            of_A[j] += dt * f;
             of_decay += f * a[j];
         }
         slopes.of_input[t] = of_input;
@@ -57,7 +58,7 @@ static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes*
     }
     UNROLL for (int j = 0; j < G; ++j) {
         gradient[j] = q[j];
-        dA[j] = sums[j];
+        dA[j] = of_A[j];
     }
 }
 
@@ -66,11 +67,11 @@ struct Block {  // the vectors of one block of channels, one per state
 };
 
 template <bool SHORT, bool GATE>
-static void retreat_all(const Block& k, const Steps& steps, Slopes& slopes, Lanes* dB, Lanes* dC, Rows<const T> B,
-                        Rows<const T> C, long long count, long long N) {
+static void retreat_all(const Block& k, const Steps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B, Rows<const T> C,
+                        long long count, long long N) {
     long long n = 0;
 #define RETREAT(G)                                                                                                      \
-    retreat<G, SHORT, GATE>(k.a + n, k.start + n, k.q + n, k.dA + n, steps, slopes, dB + n, dC + n, {B.at + n, B.step}, \
+    retreat<G, SHORT, GATE>(k.a + n, k.start + n, k.q + n, k.dA + n, steps, slopes, sums + n, {B.at + n, B.step}, \
                             {C.at + n, C.step}, count, N)
     for (; n + BACKWARD_STATES <= N; n += BACKWARD_STATES) RETREAT(BACKWARD_STATES);
     for (; n + 2 <= N; n += 2) RETREAT(2);
@@ -86,7 +87,7 @@ static long long backward_lanes(const Problem<T>& p) {  // vectors of memory for
 static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
     const long long blocks = (item.end - item.first + W - 1) / W, N = p.states;
     Lanes *a = static_cast<Lanes*>(memory), *q = a + blocks * N, *dA = q + blocks * N, *most = dA + blocks * N;
-    Lanes *dD = most + blocks, *dbias = dD + blocks, *start = dbias + blocks, *dB = start + N, *dC = dB + TILE * N;
+    Lanes *dD = most + blocks, *dbias = dD + blocks, *start = dbias + blocks, *sums = start + N;
     for (long long k = 0; k < blocks; ++k) {
         const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
         most[k] = rates(p, channel, width, a + k * N);
@@ -98,12 +99,12 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
         }
     }
     Steps steps;
-    Slopes slopes;
+    Slopes slopes = {};  // rows beyond the end of the last tile are read too, but go nowhere
     alignas(64) T buffers[4][TILE * W];
     for (long long tile = p.tiles() - 1; tile >= 0; --tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
         const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
-        for (long long i = 0; i < 2 * TILE * N; ++i) dB[i] = Lanes{};
+        for (long long i = 0; i < 2 * TILE * N; ++i) sums[i] = Lanes{};
         for (long long k = 0; k < blocks; ++k) {
             const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
             const Place place = {item.image, begin, count, channel, width};
@@ -112,20 +113,24 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Rows<const T> dout = rows_of(p.dout, place, p.length, p.reverse, buffers[2]);
             const Lanes bias = p.bias ? load_some(p.bias + channel, width) : Lanes{};
             const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
-            prepare(p, u, delta, bias, most[k], count, steps);
+            prepare<true>(p, u, delta, bias, most[k], count, steps);
             for (long long t = 0; t < count; ++t) {
                 slopes.g[t] = load(dout[t]);
                 slopes.of_input[t] = slopes.of_decay[t] = Lanes{};
-                slopes.of_delta[t] = p.softplus ? softplus_slope(load(delta[t]) + bias) : splat(T(1));
             }
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[3]);
-                for (long long t = 0; t < count; ++t) {
-                    const Lanes gate = load(z[t]), dout_t = slopes.g[t];
-                    const Sigmoid s = sigmoid(gate);
-                    slopes.g[t] = dout_t * (gate * s.of);
-                    slopes.of_gate[t] = dout_t * (s.of * (gate * s.rest + T(1)));
-                    slopes.y[t] = D * load(u[t]);
+                for (long long t = 0; t < count; t += TOGETHER) {
+                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER], x[TOGETHER];
+                    load_together(z, t, count, gate);
+                    load_together(u, t, count, x);
+                    sigmoids<TOGETHER>(gate, of, rest);
+                    UNROLL for (int j = 0; j < TOGETHER; ++j) {
+                        const Lanes given = slopes.g[t + j];
+                        slopes.g[t + j] = given * (gate[j] * of[j]);
+                        slopes.of_gate[t + j] = given * (of[j] * (gate[j] * rest[j] + T(1)));
+                        slopes.y[t + j] = D * x[j];
+                    }
                 }
             }
             for (long long n = 0; n < N; ++n)
@@ -133,15 +138,15 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Block block = {a + k * N, q + k * N, dA + k * N, start};
             if (p.z.at)
                 (steps.in_range ? retreat_all<true, true> : retreat_all<false, true>)(
-                    block, steps, slopes, dB, dC, B, C, count, N);
+                    block, steps, slopes, sums, B, C, count, N);
             else
                 (steps.in_range ? retreat_all<true, false> : retreat_all<false, false>)(
-                    block, steps, slopes, dB, dC, B, C, count, N);
+                    block, steps, slopes, sums, B, C, count, N);
             const Rows<T> du = rows_for(p.du, place, p.length, p.reverse, buffers[3]);
             const Rows<T> ddelta = rows_for(p.ddelta, place, p.length, p.reverse, buffers[1]);
             for (long long t = 0; t < count; ++t) {
                 const Lanes x = load(u[t]), g = slopes.g[t];
-                const Lanes slope = (x * slopes.of_input[t] + slopes.of_decay[t] * LN2) * slopes.of_delta[t];
+                const Lanes slope = (x * slopes.of_input[t] + slopes.of_decay[t] * LN2) * steps.slope[t];
                 dD[k] += g * x;
                 dbias[k] += slope;
                 store(du[t], steps.dt[t] * slopes.of_input[t] + g * D);
@@ -157,8 +162,8 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
         }
         for (long long t = 0; t < count; ++t) {
             const long long time = p.reverse ? p.length - 1 - begin - t : begin + t;
-            totals(dB + t * N, p.part_B + (item.index * p.length + time) * N, N);
-            totals(dC + t * N, p.part_C + (item.index * p.length + time) * N, N);
+            totals(sums + 2 * t * N, p.part_B + (item.index * p.length + time) * N, N);
+            totals(sums + (2 * t + 1) * N, p.part_C + (item.index * p.length + time) * N, N);
         }
     }
     for (long long k = 0; k < blocks; ++k) {

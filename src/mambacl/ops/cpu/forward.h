@@ -17,7 +17,10 @@ static INLINE Lanes rates(const Problem<T>& p, long long channel, long long coun
     Lanes most = {}, unknown = {};  // NaN where a rate is
     for (long long n = 0; n < p.states; ++n) {
         Lanes rate = gather(p.A + channel * p.A_channel + n * p.A_state, p.A_channel, count);
-        if (p.log_A) rate = -exponential(rate);
+        if (p.log_A) {
+            exponentials<1>(&rate, &rate);
+            rate = -rate;
+        }
         a[n] = rate * LOG2E;
         const Lanes size = magnitude(a[n]);
         most = size > most ? size : most;
@@ -28,36 +31,62 @@ static INLINE Lanes rates(const Problem<T>& p, long long channel, long long coun
 
 struct Steps {
     Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
+    Lanes slope[TILE];        // of dt_t by delta_t, in a backward
     bool in_range;            // whether every decay is a power that the short form takes
 };
 
+// TOGETHER times are computed side by side; where the tile ends before, its last row stands for those that are missing.
+static const int TOGETHER = 4;
+
+static INLINE void load_together(Rows<const T> rows, long long t, long long count, Lanes* to) {
+    UNROLL for (int j = 0; j < TOGETHER; ++j) to[j] = load(rows[least(t + j, count - 1)]);
+}
+
+template <bool SLOPE>
 static INLINE void prepare(const Problem<T>& p, Rows<const T> u, Rows<const T> delta, Lanes bias, Lanes most,
-                           long long count, Steps& steps) {
+                           long long count, Steps& RESTRICT steps) {
     Mask fits = most == most;
-    for (long long t = 0; t < count; ++t) {
-        Lanes dt = load(delta[t]) + bias;
-        if (p.softplus) dt = softplus(dt);
-        steps.dt[t] = dt;
-        steps.x[t] = dt * load(u[t]);
-        fits &= magnitude(dt) * most <= MOST_POWER;
+    for (long long t = 0; t < count; t += TOGETHER) {
+        Lanes x[TOGETHER], raw[TOGETHER], *dt = steps.dt + t, *slope = steps.slope + t;
+        load_together(u, t, count, x);
+        load_together(delta, t, count, raw);
+        UNROLL for (int j = 0; j < TOGETHER; ++j) raw[j] += bias;
+        if (p.softplus) {
+            softplus<TOGETHER, SLOPE>(raw, dt, slope);
+        } else {
+            UNROLL for (int j = 0; j < TOGETHER; ++j) dt[j] = raw[j], slope[j] = splat(T(1));
+        }
+        UNROLL for (int j = 0; j < TOGETHER; ++j) {
+            steps.x[t + j] = dt[j] * x[j];
+            fits &= magnitude(dt[j]) * most <= MOST_POWER;
+        }
     }
     steps.in_range = all(fits);
+}
+
+// The decays of G states at all times of a tile. They depend on nothing before them, so the processor is always busy; in
+// one loop with the recurrence it would wait.
+template <int G, bool SHORT>
+static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
+                          Lanes* RESTRICT to, int between) {
+    Lanes a[G];
+    UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
+    for (long long t = 0; t < count; ++t) powers<G, SHORT>(steps.dt[t], a, to + t * between);
 }
 
 // G states through the times of a tile; y gets what they add to the output.
 template <int G, bool SHORT>
 static void advance(const Lanes* RESTRICT a, Lanes* RESTRICT states, const Steps& RESTRICT steps, Lanes* RESTRICT y,
                     Rows<const T> B, Rows<const T> C, long long count) {
-    Lanes h[G];
+    Lanes h[G], decay[TILE][G];
+    decays<G, SHORT>(a, steps, count, decay[0], G);
     UNROLL for (int j = 0; j < G; ++j) h[j] = states[j];
     for (long long t = 0; t < count; ++t) {
-        const Lanes dt = steps.dt[t], x = steps.x[t];
+        const Lanes x = steps.x[t];
         const T *b = B[t], *c = C[t];
         Lanes sum = y[t];
-        UNROLL for (int j = 0; j < G; ++j) {
-            h[j] = power<SHORT>(dt, a[j]) * h[j] + x * b[j];
-            sum += h[j] * c[j];
-        }
+        UNROLL for (int j = 0; j < G; ++j) h[j] = decay[t][j] * h[j] + x * b[j];
+        UNROLL for (int j = 0; j < G; ++j) sum += h[j] * c[j];
         y[t] = sum;
     }
     UNROLL for (int j = 0; j < G; ++j) states[j] = h[j];
@@ -89,7 +118,7 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
         for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
     }
     Steps steps;
-    Lanes y[TILE];
+    Lanes y[TILE] = {};
     alignas(64) T buffers[3][TILE * W];
     for (long long tile = 0; tile < p.tiles(); ++tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
@@ -99,7 +128,7 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Place place = {item.image, begin, count, channel, width};
             const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
-            prepare(p, u, delta, p.bias ? load_some(p.bias + channel, width) : Lanes{}, most[k], count, steps);
+            prepare<false>(p, u, delta, p.bias ? load_some(p.bias + channel, width) : Lanes{}, most[k], count, steps);
             const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
             for (long long t = 0; t < count; ++t) y[t] = p.D ? D * load(u[t]) : Lanes{};
             if (p.kept)
@@ -112,9 +141,11 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Rows<T> out = rows_for(p.out, place, p.length, p.reverse, buffers[0]);
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[2]);
-                for (long long t = 0; t < count; ++t) {
-                    const Lanes gate = load(z[t]);
-                    y[t] *= gate * sigmoid(gate).of;
+                for (long long t = 0; t < count; t += TOGETHER) {
+                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
+                    load_together(z, t, count, gate);
+                    sigmoids<TOGETHER>(gate, of, rest);
+                    UNROLL for (int j = 0; j < TOGETHER; ++j) y[t + j] *= gate[j] * of[j];
                 }
             }
             for (long long t = 0; t < count; ++t) store(out[t], y[t]);

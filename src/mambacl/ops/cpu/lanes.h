@@ -63,26 +63,26 @@ static INLINE bool all(Mask mask) {
 
 static INLINE Lanes magnitude(Lanes x) { return x < T(0) ? -x : x; }
 
-// 2^r for |r| <= 1/2; exactly 1 at 0, so that decays next to 1 keep their digits.
-static INLINE Lanes root(Lanes r) {
+// The coefficients of r, r^2, ... in 2^r for |r| <= 1/2. The constant is exactly 1, so that decays next to 1 keep their
+// digits.
 #ifdef SINGLE
-    Lanes p = r * T(0.0013264780814253337922) + T(0.0096714834017475160373);  // off by at most 1.5 * 2^-24
-    p = p * r + T(0.055507331867619496606);
-    p = p * r + T(0.24022242715250068014);
-    p = p * r + T(0.69314697848682896901);
+static const T ROOT[] = {T(0.69314697848682896901), T(0.24022242715250068014), T(0.055507331867619496606),
+                         T(0.0096714834017475160373), T(0.0013264780814253337922)};  // off by at most 1.5 * 2^-24
 #else
-    Lanes p = r * T(4.434771323289414699e-10) + T(7.0737728563462922475e-9);
-    p = p * r + T(1.017819946976944096e-7);
-    p = p * r + T(1.3215435348585085201e-6);
-    p = p * r + T(1.5252733493730651197e-5);
-    p = p * r + T(1.5403530456963975989e-4);
-    p = p * r + T(1.333355814677340704e-3);
-    p = p * r + T(9.618129107594254198e-3);
-    p = p * r + T(5.5504108664820092621e-2);
-    p = p * r + T(0.24022650695910130862);
-    p = p * r + T(0.69314718055994532559);
+static const T ROOT[] = {T(0.69314718055994532559), T(0.24022650695910130862), T(5.5504108664820092621e-2),
+                         T(9.618129107594254198e-3), T(1.333355814677340704e-3), T(1.5403530456963975989e-4),
+                         T(1.5252733493730651197e-5), T(1.3215435348585085201e-6), T(1.017819946976944096e-7),
+                         T(7.0737728563462922475e-9), T(4.434771323289414699e-10)};
 #endif
-    return p * r + T(1);
+static const int DEGREE = sizeof(ROOT) / sizeof(T);
+
+// 2^r_j for |r_j| <= 1/2.
+template <int G>
+static INLINE void root(const Lanes* r, Lanes* to) {
+    UNROLL for (int j = 0; j < G; ++j) to[j] = r[j] * ROOT[DEGREE - 1] + ROOT[DEGREE - 2];
+    UNROLL for (int i = DEGREE - 3; i >= 0; --i)
+        UNROLL for (int j = 0; j < G; ++j) to[j] = to[j] * r[j] + ROOT[i];
+    UNROLL for (int j = 0; j < G; ++j) to[j] = to[j] * r[j] + T(1);
 }
 
 // value 2^k, where `shifted` is k + MAGIC: k goes to the exponent by an integer addition.
@@ -95,63 +95,95 @@ static INLINE Lanes times_power(Lanes value, Lanes shifted) {
     return value;
 }
 
-// 2^(a b). The short form is for |a b| <= MOST_POWER; the other takes everything and gives the same bits there.
-template <bool SHORT>
-static INLINE Lanes power(Lanes a, Lanes b) {
-    const Lanes product = a * b, shifted = product + MAGIC, k = shifted - MAGIC;
-    const Lanes value = times_power(root(product - k), shifted);
-    if (SHORT) return value;
-    const Lanes low = product < -MOST_POWER ? Lanes{} : value;
-    const Lanes high = product >= OVERFLOW_POWER ? splat(T(HUGE_VAL)) : low;
-    return product == product ? high : product;
+// 2^(a b_j) for G rates at once, step by step side by side: one alone is a long chain of operations that wait for each
+// other. The short form is for |a b_j| <= MOST_POWER; the other takes everything and gives the same bits there.
+template <int G, bool SHORT>
+static INLINE void powers(Lanes a, const Lanes* b, Lanes* to) {
+    Lanes shifted[G], r[G];
+    UNROLL for (int j = 0; j < G; ++j) shifted[j] = a * b[j] + MAGIC;
+    UNROLL for (int j = 0; j < G; ++j) r[j] = a * b[j] - (shifted[j] - MAGIC);
+    root<G>(r, to);
+    UNROLL for (int j = 0; j < G; ++j) {
+        to[j] = times_power(to[j], shifted[j]);
+        if (SHORT) continue;
+        const Lanes product = a * b[j];
+        to[j] = product < -MOST_POWER ? Lanes{} : to[j];
+        to[j] = product >= OVERFLOW_POWER ? splat(T(HUGE_VAL)) : to[j];
+        to[j] = product == product ? to[j] : product;
+    }
 }
 
-// exp(x) with all its digits, also where x is large; zero below LEAST_EXP.
-static INLINE Lanes exponential(Lanes x) {
-    const Lanes bounded = x > MOST_EXP ? splat(MOST_EXP) : x;
-    const Lanes shifted = bounded * LOG2E + MAGIC, k = shifted - MAGIC;
-    const Lanes r = (bounded - k * LN2_HIGH) - k * LN2_LOW;
-    const Lanes value = x < LEAST_EXP ? Lanes{} : times_power(root(r * LOG2E), shifted);
-    return x == x ? value : x;
+// The functions below take K vectors, for the same reason.
+
+// -|x|
+static INLINE Lanes below_zero(Lanes x) { return x > T(0) ? -x : x; }
+
+// exp(x_j) with all its digits, also where x_j is large; zero below LEAST_EXP.
+template <int K>
+static INLINE void exponentials(const Lanes* x, Lanes* to) {
+    Lanes shifted[K], r[K];
+    UNROLL for (int j = 0; j < K; ++j) {
+        const Lanes bounded = x[j] > MOST_EXP ? splat(MOST_EXP) : x[j];
+        shifted[j] = bounded * LOG2E + MAGIC;
+        const Lanes k = shifted[j] - MAGIC;
+        r[j] = ((bounded - k * LN2_HIGH) - k * LN2_LOW) * LOG2E;
+    }
+    root<K>(r, to);
+    UNROLL for (int j = 0; j < K; ++j) {
+        to[j] = x[j] < LEAST_EXP ? Lanes{} : times_power(to[j], shifted[j]);
+        to[j] = x[j] == x[j] ? to[j] : x[j];
+    }
 }
 
-// log(1 + y) for 0 <= y <= 1, by 2 atanh(y / (2 + y)): small y keep their digits.
-static INLINE Lanes log_1_plus(Lanes y) {
-    const Lanes w = y / (y + T(2)), s = w * w;
+// log(1 + y) for 0 <= y <= 1 is 2 atanh(w) with w = y / (2 + y): small y keep their digits. The coefficients of w^3, ...
 #ifdef SINGLE
-    Lanes p = s * T(0.28011986173015183171) + T(0.2800180541855029912);
-    p = p * s + T(0.40021527229128519769);
-    p = p * s + T(0.6666641628588369497);
+static const T LOGARITHM[] = {T(0.6666641628588369497), T(0.40021527229128519769), T(0.2800180541855029912),
+                              T(0.28011986173015183171)};
 #else
-    Lanes p = s * T(0.17009755783290393411) + T(0.083449716189457225672);
-    p = p * s + T(0.12104944977745759157);
-    p = p * s + T(0.13301121352879017218);
-    p = p * s + T(0.15386548396396309856);
-    p = p * s + T(0.1818174447879195002);
-    p = p * s + T(0.22222223953658580746);
-    p = p * s + T(0.28571428548117717071);
-    p = p * s + T(0.40000000000155119514);
-    p = p * s + T(0.66666666666666309687);
+static const T LOGARITHM[] = {T(0.66666666666666309687), T(0.40000000000155119514), T(0.28571428548117717071),
+                              T(0.22222223953658580746), T(0.1818174447879195002),  T(0.15386548396396309856),
+                              T(0.13301121352879017218), T(0.12104944977745759157), T(0.083449716189457225672),
+                              T(0.17009755783290393411)};
 #endif
-    return p * s * w + (w + w);
+static const int TERMS = sizeof(LOGARITHM) / sizeof(T);
+
+template <int K>
+static INLINE void logs_1_plus(const Lanes* y, Lanes* to) {
+    Lanes w[K], s[K];
+    UNROLL for (int j = 0; j < K; ++j) w[j] = y[j] / (y[j] + T(2));
+    UNROLL for (int j = 0; j < K; ++j) s[j] = w[j] * w[j];
+    UNROLL for (int j = 0; j < K; ++j) to[j] = s[j] * LOGARITHM[TERMS - 1] + LOGARITHM[TERMS - 2];
+    UNROLL for (int i = TERMS - 3; i >= 0; --i)
+        UNROLL for (int j = 0; j < K; ++j) to[j] = to[j] * s[j] + LOGARITHM[i];
+    UNROLL for (int j = 0; j < K; ++j) to[j] = to[j] * s[j] * w[j] + (w[j] + w[j]);
 }
 
-struct Sigmoid {
-    Lanes of, rest;  // 1 / (1 + exp(-x)), and what is missing to 1, both with all their digits
-};
-
-static INLINE Sigmoid sigmoid(Lanes x) {
-    const Lanes y = exponential(-magnitude(x)), large = T(1) / (y + T(1)), small = y * large;
-    return {x >= T(0) ? large : small, x >= T(0) ? small : large};
+// 1 / (1 + exp(-x)), and what is missing to 1, both with all their digits.
+template <int K>
+static INLINE void sigmoids(const Lanes* x, Lanes* of, Lanes* rest) {
+    Lanes y[K];
+    UNROLL for (int j = 0; j < K; ++j) y[j] = below_zero(x[j]);
+    exponentials<K>(y, y);
+    UNROLL for (int j = 0; j < K; ++j) {
+        const Lanes large = T(1) / (y[j] + T(1)), small = y[j] * large;
+        of[j] = x[j] > T(0) ? large : small;
+        rest[j] = x[j] > T(0) ? small : large;
+    }
 }
 
-static INLINE Lanes softplus(Lanes x) {
-    const Lanes above = x > T(0) ? x : Lanes{};
-    const Lanes value = above + log_1_plus(exponential(-magnitude(x)));
-    return x > T(20) ? x : value;  // PyTorch's softplus: linear from there
-}
-
-static INLINE Lanes softplus_slope(Lanes x) {
-    const Lanes slope = sigmoid(x).of;
-    return x > T(20) ? splat(T(1)) : slope;
+// PyTorch's softplus, which is linear above 20, and its derivative where SLOPE asks for it.
+template <int K, bool SLOPE>
+static INLINE void softplus(const Lanes* x, Lanes* to, Lanes* slope) {
+    Lanes y[K];
+    UNROLL for (int j = 0; j < K; ++j) y[j] = below_zero(x[j]);
+    exponentials<K>(y, y);
+    logs_1_plus<K>(y, to);
+    UNROLL for (int j = 0; j < K; ++j) {
+        to[j] += x[j] > T(0) ? x[j] : Lanes{};
+        to[j] = x[j] > T(20) ? x[j] : to[j];
+        if (SLOPE) {
+            slope[j] = (x[j] > T(0) ? splat(T(1)) : y[j]) / (y[j] + T(1));
+            slope[j] = x[j] > T(20) ? splat(T(1)) : slope[j];
+        }
+    }
 }

@@ -22,8 +22,10 @@
 #endif
 
 // States that stay in registers together.
+#ifndef FORWARD_STATES
 #define FORWARD_STATES 4
 #define BACKWARD_STATES 4
+#endif
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define X86
