@@ -8,7 +8,6 @@ struct Slopes {
     Lanes of_input[TILE];         // sum over the states of q B: the gradient of dt_t u_t
     Lanes of_decay[TILE];         // sum over the states of f A log2(e): of dt_t, through the decays
     Lanes of_gate[TILE];          // dout_t by z_t, without y_t
-    Lanes y[TILE];
 };
 
 // G states: those of the tile again, then q, the gradient of h_t, from its end to its start. dA gets the sum over time of
@@ -16,7 +15,7 @@ struct Slopes {
 // What is used at one time lies together: addresses that differ by a multiple of 4 KiB would hold each other up.
 template <int G, bool SHORT, bool GATE>
 static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes* RESTRICT gradient, Lanes* RESTRICT dA,
-                    const Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
+                    Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
                     Rows<const T> C, long long count, long long N) {
     Lanes past[TILE + 1][2][G], h[G];  // the decay of each time, and the state before it
     decays<G, SHORT>(a, steps, count, past[0][0], 2 * G);
@@ -24,13 +23,13 @@ static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes*
     for (long long t = 0; t < count; ++t) {
         const Lanes x = steps.x[t];
         const T *b = B[t], *c = C[t];
-        Lanes sum = GATE ? slopes.y[t] : Lanes{};
+        Lanes sum = GATE ? steps.y[t] : Lanes{};
         UNROLL for (int j = 0; j < G; ++j) {
             h[j] = past[t][0][j] * h[j] + x * b[j];
             past[t + 1][1][j] = h[j];
             if (GATE) sum += h[j] * c[j];
         }
-        if (GATE) slopes.y[t] = sum;
+        if (GATE) steps.y[t] = sum;
     }
     Lanes q[G], of_A[G];
     UNROLL for (int j = 0; j < G; ++j) {
@@ -67,7 +66,7 @@ struct Block {  // the vectors of one block of channels, one per state
 };
 
 template <bool SHORT, bool GATE>
-static void retreat_all(const Block& k, const Steps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B, Rows<const T> C,
+static void retreat_all(const Block& k, Steps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B, Rows<const T> C,
                         long long count, long long N) {
     long long n = 0;
 #define RETREAT(G)                                                                                                      \
@@ -98,7 +97,7 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             dA[k * N + n] = Lanes{};
         }
     }
-    Steps steps;
+    Steps steps = {};
     Slopes slopes = {};  // rows beyond the end of the last tile are read too, but go nowhere
     alignas(64) T buffers[4][TILE * W];
     for (long long tile = p.tiles() - 1; tile >= 0; --tile) {
@@ -111,9 +110,8 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
             const Rows<const T> dout = rows_of(p.dout, place, p.length, p.reverse, buffers[2]);
-            const Lanes bias = p.bias ? load_some(p.bias + channel, width) : Lanes{};
             const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
-            prepare<true>(p, u, delta, bias, most[k], count, steps);
+            prepare<true>(p, place, u, delta, most[k], steps);
             for (long long t = 0; t < count; ++t) {
                 slopes.g[t] = load(dout[t]);
                 slopes.of_input[t] = slopes.of_decay[t] = Lanes{};
@@ -121,15 +119,13 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[3]);
                 for (long long t = 0; t < count; t += TOGETHER) {
-                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER], x[TOGETHER];
+                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
                     load_together(z, t, count, gate);
-                    load_together(u, t, count, x);
                     sigmoids<TOGETHER>(gate, of, rest);
                     UNROLL for (int j = 0; j < TOGETHER; ++j) {
                         const Lanes given = slopes.g[t + j];
                         slopes.g[t + j] = given * (gate[j] * of[j]);
                         slopes.of_gate[t + j] = given * (of[j] * (gate[j] * rest[j] + T(1)));
-                        slopes.y[t + j] = D * x[j];
                     }
                 }
             }
@@ -156,7 +152,7 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             flush(p.ddelta, place, p.length, p.reverse, buffers[1]);
             if (p.z.at) {
                 const Rows<T> dz = rows_for(p.dz, place, p.length, p.reverse, buffers[2]);
-                for (long long t = 0; t < count; ++t) store(dz[t], slopes.of_gate[t] * slopes.y[t]);
+                for (long long t = 0; t < count; ++t) store(dz[t], slopes.of_gate[t] * steps.y[t]);
                 flush(p.dz, place, p.length, p.reverse, buffers[2]);
             }
         }

@@ -31,6 +31,7 @@ static INLINE Lanes rates(const Problem<T>& p, long long channel, long long coun
 
 struct Steps {
     Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
+    Lanes y[TILE];            // D u_t, to which the states add <C_t, h_t>
     Lanes slope[TILE];        // of dt_t by delta_t, in a backward
     bool in_range;            // whether every decay is a power that the short form takes
 };
@@ -43,8 +44,11 @@ static INLINE void load_together(Rows<const T> rows, long long t, long long coun
 }
 
 template <bool SLOPE>
-static INLINE void prepare(const Problem<T>& p, Rows<const T> u, Rows<const T> delta, Lanes bias, Lanes most,
-                           long long count, Steps& RESTRICT steps) {
+static INLINE void prepare(const Problem<T>& p, const Place& place, Rows<const T> u, Rows<const T> delta, Lanes most,
+                           Steps& RESTRICT steps) {
+    const long long count = place.steps;
+    const Lanes bias = p.bias ? load_some(p.bias + place.channel, place.count) : Lanes{};
+    const Lanes D = p.D ? load_some(p.D + place.channel, place.count) : Lanes{};
     Mask fits = most == most;
     for (long long t = 0; t < count; t += TOGETHER) {
         Lanes x[TOGETHER], raw[TOGETHER], *dt = steps.dt + t, *slope = steps.slope + t;
@@ -58,6 +62,7 @@ static INLINE void prepare(const Problem<T>& p, Rows<const T> u, Rows<const T> d
         }
         UNROLL for (int j = 0; j < TOGETHER; ++j) {
             steps.x[t + j] = dt[j] * x[j];
+            steps.y[t + j] = p.D ? D * x[j] : Lanes{};
             fits &= magnitude(dt[j]) * most <= MOST_POWER;
         }
     }
@@ -74,34 +79,34 @@ static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT ste
     for (long long t = 0; t < count; ++t) powers<G, SHORT>(steps.dt[t], a, to + t * between);
 }
 
-// G states through the times of a tile; y gets what they add to the output.
+// G states through the times of a tile.
 template <int G, bool SHORT>
-static void advance(const Lanes* RESTRICT a, Lanes* RESTRICT states, const Steps& RESTRICT steps, Lanes* RESTRICT y,
-                    Rows<const T> B, Rows<const T> C, long long count) {
+static void advance(const Lanes* RESTRICT a, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
+                    Rows<const T> C, long long count) {
     Lanes h[G], decay[TILE][G];
     decays<G, SHORT>(a, steps, count, decay[0], G);
     UNROLL for (int j = 0; j < G; ++j) h[j] = states[j];
     for (long long t = 0; t < count; ++t) {
         const Lanes x = steps.x[t];
         const T *b = B[t], *c = C[t];
-        Lanes sum = y[t];
+        Lanes sum = steps.y[t];
         UNROLL for (int j = 0; j < G; ++j) h[j] = decay[t][j] * h[j] + x * b[j];
         UNROLL for (int j = 0; j < G; ++j) sum += h[j] * c[j];
-        y[t] = sum;
+        steps.y[t] = sum;
     }
     UNROLL for (int j = 0; j < G; ++j) states[j] = h[j];
 }
 
 template <bool SHORT>
-static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, const Steps& steps, Lanes* y,
-                        Rows<const T> B, Rows<const T> C, long long count) {
+static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, Steps& steps, Rows<const T> B,
+                        Rows<const T> C, long long count) {
     long long n = 0;
     for (; n + FORWARD_STATES <= p.states; n += FORWARD_STATES)
-        advance<FORWARD_STATES, SHORT>(a + n, states + n, steps, y, {B.at + n, B.step}, {C.at + n, C.step}, count);
+        advance<FORWARD_STATES, SHORT>(a + n, states + n, steps, {B.at + n, B.step}, {C.at + n, C.step}, count);
     for (; n + 2 <= p.states; n += 2)
-        advance<2, SHORT>(a + n, states + n, steps, y, {B.at + n, B.step}, {C.at + n, C.step}, count);
+        advance<2, SHORT>(a + n, states + n, steps, {B.at + n, B.step}, {C.at + n, C.step}, count);
     for (; n < p.states; ++n)
-        advance<1, SHORT>(a + n, states + n, steps, y, {B.at + n, B.step}, {C.at + n, C.step}, count);
+        advance<1, SHORT>(a + n, states + n, steps, {B.at + n, B.step}, {C.at + n, C.step}, count);
 }
 
 static long long forward_lanes(const Problem<T>& p) {  // vectors of memory for one item
@@ -117,8 +122,7 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
         most[k] = rates(p, channel, least(rest, W), a + k * N);
         for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
     }
-    Steps steps;
-    Lanes y[TILE] = {};
+    Steps steps = {};  // rows beyond the end of the last tile are computed too, but go nowhere
     alignas(64) T buffers[3][TILE * W];
     for (long long tile = 0; tile < p.tiles(); ++tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
@@ -128,16 +132,14 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Place place = {item.image, begin, count, channel, width};
             const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
-            prepare<false>(p, u, delta, p.bias ? load_some(p.bias + channel, width) : Lanes{}, most[k], count, steps);
-            const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
-            for (long long t = 0; t < count; ++t) y[t] = p.D ? D * load(u[t]) : Lanes{};
+            prepare<false>(p, place, u, delta, most[k], steps);
             if (p.kept)
                 for (long long n = 0; n < N; ++n)
                     store_some(p.kept + ((item.image * p.tiles() + tile) * N + n) * p.channels + channel, h[k * N + n], width);
             if (steps.in_range)
-                advance_all<true>(p, a + k * N, h + k * N, steps, y, B, C, count);
+                advance_all<true>(p, a + k * N, h + k * N, steps, B, C, count);
             else
-                advance_all<false>(p, a + k * N, h + k * N, steps, y, B, C, count);
+                advance_all<false>(p, a + k * N, h + k * N, steps, B, C, count);
             const Rows<T> out = rows_for(p.out, place, p.length, p.reverse, buffers[0]);
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[2]);
@@ -145,10 +147,10 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
                     Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
                     load_together(z, t, count, gate);
                     sigmoids<TOGETHER>(gate, of, rest);
-                    UNROLL for (int j = 0; j < TOGETHER; ++j) y[t + j] *= gate[j] * of[j];
+                    UNROLL for (int j = 0; j < TOGETHER; ++j) steps.y[t + j] *= gate[j] * of[j];
                 }
             }
-            for (long long t = 0; t < count; ++t) store(out[t], y[t]);
+            for (long long t = 0; t < count; ++t) store(out[t], steps.y[t]);
             flush(p.out, place, p.length, p.reverse, buffers[0]);
         }
     }

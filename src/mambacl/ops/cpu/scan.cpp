@@ -22,12 +22,14 @@
 #endif
 
 // States that stay in registers together.
-#ifndef FORWARD_STATES
 #define FORWARD_STATES 4
 #define BACKWARD_STATES 4
+
+#if defined(__GNUC__) && !defined(MAMBACL_SCALAR)  // GCC's vector types, which Clang has too
+#define VECTORS
 #endif
 
-#if defined(__GNUC__) && defined(__x86_64__)
+#if defined(VECTORS) && defined(__x86_64__)
 #define X86
 #define BYTES 64
 #ifdef __clang__
@@ -60,7 +62,7 @@ namespace avx2 {
 #endif
 #endif
 
-#ifdef __GNUC__
+#ifdef VECTORS
 #define BYTES 16  // SSE2, NEON, or what the compiler makes of it
 #else
 #define BYTES 0
@@ -81,7 +83,7 @@ bool available(int set) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (set == AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-#ifdef __aarch64__
+#if defined(VECTORS) && defined(__aarch64__)
     return set == NEON;
 #else
     return set == BASELINE;
@@ -104,7 +106,7 @@ struct Kernel {
     if (set == AVX2) return KERNEL(avx2, TYPE);     \
     return KERNEL(narrow, TYPE);
 #else
-#define CHOOSE(TYPE) return KERNEL(narrow, TYPE);
+#define CHOOSE(TYPE) return (void)set, KERNEL(narrow, TYPE);
 #endif
 Kernel<float> choose(const Problem<float>&, int set, bool backward) {
     typedef float T;
