@@ -139,9 +139,7 @@ def backward(
     softplus: bool = False,
     reverse: bool = False,
     need_A: bool = True,
-) -> tuple[
-    Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
-]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of u, delta, A, B, C, D, z and bias, None for what is missing; those of u, delta and z are laid out
     like them."""
     du, ddelta, dz = empty_like(u), empty_like(delta), None if z is None else empty_like(z)

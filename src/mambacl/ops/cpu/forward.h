@@ -18,8 +18,9 @@ static INLINE Lanes rates(const Problem<T>& p, long long channel, long long coun
     for (long long n = 0; n < p.states; ++n) {
         Lanes rate = gather(p.A + channel * p.A_channel + n * p.A_state, p.A_channel, count);
         if (p.log_A) {
-            exponentials<1>(&rate, &rate);
-            rate = -rate;
+            Lanes size;
+            exponentials<1>(&rate, &size);
+            rate = -size;
         }
         a[n] = rate * LOG2E;
         const Lanes size = magnitude(a[n]);

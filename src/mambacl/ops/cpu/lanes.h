@@ -29,13 +29,13 @@ typedef bool Mask;
 #ifdef SINGLE
 static const int MANTISSA = 23;
 static const T MAGIC = T(12582912);  // 1.5 * 2^23: adding it rounds to the nearest integer, which is then in the low bits
-static const T MOST_POWER = T(125), OVERFLOW_POWER = T(128);  // beyond 2^+-125 the exponent may not fit
+static const T MOST_POWER = T(125), MOST_K = T(128);  // beyond 2^+-125 the exponent may not fit
 static const T LEAST_EXP = T(-87), MOST_EXP = T(88);          // exp of less is taken for zero
 static const T LN2_HIGH = T(0.693359375), LN2_LOW = T(-2.12194440054690583e-4);  // k LN2_HIGH is exact
 #else
 static const int MANTISSA = 52;
 static const T MAGIC = T(6755399441055744);  // 1.5 * 2^52
-static const T MOST_POWER = T(1020), OVERFLOW_POWER = T(1024);
+static const T MOST_POWER = T(1020), MOST_K = T(1024);
 static const T LEAST_EXP = T(-708), MOST_EXP = T(709);
 static const T LN2_HIGH = T(6.93145751953125e-1), LN2_LOW = T(1.42860682030941723212e-6);
 #endif
@@ -106,10 +106,10 @@ static INLINE void powers(Lanes a, const Lanes* b, Lanes* to) {
     UNROLL for (int j = 0; j < G; ++j) {
         to[j] = times_power(to[j], shifted[j]);
         if (SHORT) continue;
-        const Lanes product = a * b[j];
-        to[j] = product < -MOST_POWER ? Lanes{} : to[j];
-        to[j] = product >= OVERFLOW_POWER ? splat(T(HUGE_VAL)) : to[j];
-        to[j] = product == product ? to[j] : product;
+        const Lanes k = shifted[j] - MAGIC;  // the product itself, used here, would be rounded before it enters r
+        to[j] = k < -MOST_POWER ? Lanes{} : to[j];
+        to[j] = (k > MOST_K) | ((k == MOST_K) & (r[j] >= T(0))) ? splat(T(HUGE_VAL)) : to[j];
+        to[j] = k == k ? to[j] : k;
     }
 }
 
@@ -161,9 +161,9 @@ static INLINE void logs_1_plus(const Lanes* y, Lanes* to) {
 // 1 / (1 + exp(-x)), and what is missing to 1, both with all their digits.
 template <int K>
 static INLINE void sigmoids(const Lanes* x, Lanes* of, Lanes* rest) {
-    Lanes y[K];
-    UNROLL for (int j = 0; j < K; ++j) y[j] = below_zero(x[j]);
-    exponentials<K>(y, y);
+    Lanes negative[K], y[K];
+    UNROLL for (int j = 0; j < K; ++j) negative[j] = below_zero(x[j]);
+    exponentials<K>(negative, y);
     UNROLL for (int j = 0; j < K; ++j) {
         const Lanes large = T(1) / (y[j] + T(1)), small = y[j] * large;
         of[j] = x[j] > T(0) ? large : small;
@@ -174,9 +174,9 @@ static INLINE void sigmoids(const Lanes* x, Lanes* of, Lanes* rest) {
 // PyTorch's softplus, which is linear above 20, and its derivative where SLOPE asks for it.
 template <int K, bool SLOPE>
 static INLINE void softplus(const Lanes* x, Lanes* to, Lanes* slope) {
-    Lanes y[K];
-    UNROLL for (int j = 0; j < K; ++j) y[j] = below_zero(x[j]);
-    exponentials<K>(y, y);
+    Lanes negative[K], y[K];
+    UNROLL for (int j = 0; j < K; ++j) negative[j] = below_zero(x[j]);
+    exponentials<K>(negative, y);
     logs_1_plus<K>(y, to);
     UNROLL for (int j = 0; j < K; ++j) {
         to[j] += x[j] > T(0) ? x[j] : Lanes{};
