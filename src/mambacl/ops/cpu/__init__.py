@@ -1,7 +1,7 @@
 """The selective scan on the CPU: a C++ library, if it came with the package, called through ctypes.
 
-Shapes: u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,); all of one dtype, float32 or float64. u, delta, z
-and the gradient of the output are read where they lie, whatever their strides.
+Shapes: u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,); all of one dtype, float32 or float64. u,
+delta, z and the gradient of the output are read where they lie, whatever their strides.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def instruction_set() -> str:
     if name not in available:
         names = ", ".join(available) or "none: the package came without its compiled scan"
         raise UserError(
-            f"{ENVIRONMENT_VARIABLE}={name} names no instruction set that runs here; unset it or choose one of: {names}."
+            f"{ENVIRONMENT_VARIABLE}={name} does not run here; unset it or choose one of: {names}."
         )
     return name
 
