@@ -71,9 +71,7 @@ def instruction_set() -> str:
         return next(iter(available))
     if name not in available:
         names = ", ".join(available) or "none: the package came without its compiled scan"
-        raise UserError(
-            f"{ENVIRONMENT_VARIABLE}={name} does not run here; unset it or choose one of: {names}."
-        )
+        raise UserError(f"{ENVIRONMENT_VARIABLE}={name} does not run here; unset it or choose one of: {names}.")
     return name
 
 
