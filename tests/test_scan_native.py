@@ -392,3 +392,9 @@ def test_what_it_takes() -> None:
     assert cpu.supports(u, torch.float32, 16) and cpu.supports(u, torch.float64, 1)
     assert not cpu.supports(u, torch.bfloat16, 16)
     assert not cpu.supports(u.to("meta"), torch.float32, 16)
+
+
+@pytest.mark.parametrize("channels, groups, suited", [(6, 6, False), (6, 3, True), (6, 1, True), (1, 1, True)])
+def test_groups_of_one_channel_are_left_to_pytorch(channels, groups, suited) -> None:
+    inputs = random_inputs(d=channels, groups=groups)
+    assert cpu.suits(inputs["u"], inputs["B"]) == suited
