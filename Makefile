@@ -26,7 +26,7 @@ wheel: .venv/bin/pip
 	$(BIN)/python -m build --outdir build/wheel .
 	mkdir -p dist
 	mv build/wheel/*.tar.gz dist
-	if [ "$$(uname)" = Linux ]; then $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl; else mv build/wheel/*.whl dist; fi
+	if [ "$$(uname)" = Linux ]; then PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl; else mv build/wheel/*.whl dist; fi
 
 .venv/bin/pip:
 	sh tools/make_venv.sh $(PYTHON) .venv

@@ -53,8 +53,8 @@ def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:
 
 
 def suits(u: Tensor, B: Tensor) -> bool:
-    """Whether this is faster than PyTorch's operations, too. With one channel per group, as where B and C are constant in
-    time, a vector holds a single number, and it may not be."""
+    """Whether this is faster than PyTorch's operations, too. With one channel per group, as where B and C are constant
+    in time, a vector holds a single number, and it may not be."""
     return B.shape[2] < u.shape[2] or u.shape[2] == 1
 
 
