@@ -57,8 +57,7 @@ def selective_scan(
     if not u.is_floating_point():
         raise UserError(f"selective_scan takes floating-point tensors, got u of {u.dtype}; convert it with u.float().")
     dtype = _common_dtype(u, delta, A, B, C, D, z, delta_bias)
-    backend = chosen_backend(u, A, backend, dtype)
-    if backend == "reference":
+    if chosen_backend(u, A, backend, dtype) == "reference":
         x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
         D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, delta_bias))
         with full_precision(u):
@@ -100,7 +99,7 @@ def scan_tokens(
     dtype = _common_dtype(u, delta, A, B, C, D, z, bias)
     groups = math.lcm(B.shape[2], C.shape[2])  # a backend takes B and C in the same groups
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
-    backend = chosen_backend(u, A, backend, dtype)
+    backend = chosen_backend(u, A, backend, dtype, B)
     order = "reverse" if reverse else "forward"
     if backend == "triton":
         out, last, _, _ = scan(
@@ -178,9 +177,11 @@ def scans_by_kernel(u: Tensor, A: Tensor) -> bool:
     return chosen_backend(u, A, dtype=_common_dtype(u, A)) == "triton"
 
 
-def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32) -> str:
+def chosen_backend(
+    u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32, B: Tensor | None = None
+) -> str:
     """The backend that serves these inputs, computed in `dtype`: the caller's choice, the environment's, or the fastest
-    that can."""
+    that can. B (b, l, g, n), where it is known, tells which is faster on a CPU."""
     states = A.shape[1]
     on_gpu = dtype == torch.float32 and states <= scan_triton.MOST_STATES
     on_cpu = cpu.supports(u, dtype, states)
@@ -189,7 +190,7 @@ def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dty
     if backend == "auto":
         if on_gpu and switch.takes_kernel(u, "auto"):
             return "triton"
-        return "native" if on_cpu else "torch"
+        return "native" if on_cpu and (B is None or cpu.suits(u, B)) else "torch"
     if backend == "native" and not on_cpu:
         raise UserError(
             f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {cpu.MOST_STATES} "
