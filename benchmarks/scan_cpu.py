@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambacl.ops import cpu
-from mambacl.scan import available_backends, selective_scan
+from mambacl.ops import available_backends, cpu, selective_scan
 
 Inputs = dict[str, Tensor]
 Scan = Callable[[Inputs], Tensor]

@@ -7,6 +7,7 @@ import torch
 from adapter_models import build, output
 from nullspace_help import A_LOG, X_PROJ, images, set_random_gradients, snapshot
 
+import mambacl.ops
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace
 from mambacl.nullspace.adapters import find_blocks
@@ -218,12 +219,12 @@ class Recorder:
     """Stands in for the scan of our backbones, and keeps what goes in and comes out."""
 
     def __init__(self, monkeypatch, family):
-        home = "mambacl.scan.dispatch" if family == "defocus" else f"mambacl.backbones.{family}"
+        home = "mambacl.ops.scan" if family == "defocus" else "mambacl.ops"
         self.calls = []
-        import mambacl.scan
+        original = mambacl.ops.scan_tokens
 
         def recorded(x, steps, logarithm, B, C, *backend, **named):
-            y, last = mambacl.scan.scan_tokens(x, steps, logarithm, B, C, *backend, **named)
+            y, last = original(x, steps, logarithm, B, C, *backend, **named)
             A, delta = -logarithm.exp(), torch.nn.functional.softplus(steps) if named["softplus"] else steps
             self.calls.append(tuple(t.detach().clone() for t in (x, delta, A, B, C, y)))
             return y, last

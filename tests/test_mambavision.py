@@ -123,13 +123,13 @@ def test_logits_and_block_outputs_are_the_recorded_ones_in_float32(golden, recor
 
 def test_each_scan_is_the_recorded_one(golden, recorded, monkeypatch):
     scans, outputs = [], []
-    original = mambavision.scan_tokens
+    original = mambavision.ops.scan_tokens
 
     def record(*tensors, **options):
         scans.append(tensors)
         return original(*tensors, **options)
 
-    monkeypatch.setattr(mambavision, "scan_tokens", record)
+    monkeypatch.setattr(mambavision.ops, "scan_tokens", record)
     for module in golden.modules():
         if isinstance(module, mambavision.MambaVisionMixer):
             module.out_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
@@ -387,14 +387,14 @@ def test_compiles_as_one_graph():
 def test_half_precision_keeps_delta_the_decay_and_the_scan_in_float32(way, monkeypatch):
     model, scanned, steps = tiny(), [], []
     expected = model(images())
-    original = mambavision.scan_tokens
+    original = mambavision.ops.scan_tokens
 
     def record(x, steps, A, *others, **options):
         result = original(x, steps, A, *others, **options)
         scanned.extend((steps.dtype, result[0].dtype))
         return result
 
-    monkeypatch.setattr(mambavision, "scan_tokens", record)
+    monkeypatch.setattr(mambavision.ops, "scan_tokens", record)
     model.levels[2].blocks[0].mixer.dt_proj.register_forward_hook(lambda _, __, output: steps.append(output.dtype))
     if way == "autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16):

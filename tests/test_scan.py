@@ -308,7 +308,8 @@ def test_operator_is_registered_as_pytorch_wants_it(backend):
     A = -torch.rand(4, 3)
     A.requires_grad_()
     B, C = (torch.randn(2, 5, 2, 3, requires_grad=True) for _ in range(2))
-    result = torch.library.opcheck(torch.ops.mambacl.scan.default, (u, delta, A, B, C, backend))
+    options = (None, None, None, None, False, False, "forward", 1, torch.float32, backend, True)
+    result = torch.library.opcheck(torch.ops.mambacl.scan.default, (u, delta, A, B, C, *options))
     assert set(result.values()) == {"SUCCESS"}
 
 

@@ -152,9 +152,9 @@ def test_operator_is_registered_as_pytorch_wants_it(softplus: bool, reverse: boo
     inputs["B"] = inputs["B"].bfloat16()
     inputs["delta"] = inputs["delta"].mT.contiguous().mT  # the steps are laid out as promised all the same
     leaves = [tensor.requires_grad_(not (frozen and name == "A")) for name, tensor in inputs.items()]
-    result = torch.library.opcheck(
-        torch.ops.mambacl.scan_kernel.default, (*leaves, not softplus, softplus, reverse, None, None)
-    )
+    order = "reverse" if reverse else "forward"
+    options = (None, None, None, None, not softplus, softplus, order, 1, torch.float32, "triton", True)
+    result = torch.library.opcheck(torch.ops.mambacl.scan.default, (*leaves, *options))
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -164,9 +164,11 @@ def test_backward_operator_is_registered_as_pytorch_wants_it(softplus: bool, nee
     inputs = tokens(b=1, l=3, d=4, n=2, groups=2, positive=True)
     inputs["u"] = inputs["u"].mT.contiguous().mT
     inputs |= {"B": inputs["B"].half(), "C": inputs["C"].bfloat16()}
-    y, last, kept, _ = torch.ops.mambacl.scan_kernel(*inputs.values(), False, False, False, None, None)
-    arguments = (slope(y), slope(last), *inputs.values(), kept, False, softplus, False, need_A)
-    result = torch.library.opcheck(torch.ops.mambacl.scan_kernel_backward.default, arguments)
+    options = (None, None, None, None, False, False, "forward", 1, torch.float32, "triton", True)
+    y, last, kept, _ = torch.ops.mambacl.scan(*inputs.values(), *options)
+    arguments = (slope(y), slope(last), *inputs.values(), None, None, None, kept)
+    arguments = (*arguments, False, int(softplus), "forward", 1, "triton", need_A)
+    result = torch.library.opcheck(torch.ops.mambacl.scan_backward.default, arguments)
     assert set(result.values()) == {"SUCCESS"}
 
 

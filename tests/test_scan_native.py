@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.ops import cpu
-from mambacl.scan import selective_scan_reference
+from mambacl.ops import cpu, selective_scan_reference
 
 pytestmark = pytest.mark.skipif(not cpu.built(), reason="the C++ scan was not built at installation")
 ROUNDOFF = {torch.float32: 2**-24, torch.float64: 2**-53}

@@ -224,8 +224,9 @@ def test_operator_is_registered_as_pytorch_wants_it() -> None:
     leaves = [tensor.requires_grad_() for name, tensor in inputs.items() if name != "delta"]
     u, A, B, C = leaves
     dt = torch.randn(1, 3, 3, device=DEVICE, requires_grad=True)
-    arguments = (u, dt, A, B, C, False, True, False, linear.weight, linear.bias)
-    result = torch.library.opcheck(torch.ops.mambacl.scan_kernel.default, arguments)
+    around = (None, None, linear.bias, linear.weight)
+    options = (False, True, "forward", 1, torch.float32, "triton", True)
+    result = torch.library.opcheck(torch.ops.mambacl.scan.default, (u, dt, A, B, C, *around, *options))
     assert set(result.values()) == {"SUCCESS"}
 
 

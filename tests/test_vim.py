@@ -348,8 +348,8 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(monkeypatch):
         scanned.extend((steps.dtype, A.dtype, result[0].dtype))
         return result
 
-    original = vim.scan_tokens
-    monkeypatch.setattr(vim, "scan_tokens", record)
+    original = vim.ops.scan_tokens
+    monkeypatch.setattr(vim.ops, "scan_tokens", record)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(images())
     assert logits.dtype == torch.bfloat16  # the linear layers around it do run in half precision

@@ -50,7 +50,7 @@ def test_who_watches_the_backward_direction_sees_it_flipped(monkeypatch):
     taken = []
     for way in ("in_place", "joined"):
         monkeypatch.setattr(vim.Mixer, way, lambda self, x, z, way=way: taken.append(way) or x)
-    monkeypatch.setattr(vim, "scans_by_kernel", lambda u, A: True)
+    monkeypatch.setattr(vim.ops, "scans_by_kernel", lambda u, A: True)
     mixer = tiny().layers[0].mixer
     tokens = torch.randn(1, 3, 32)
     mixer(tokens)
@@ -58,7 +58,7 @@ def test_who_watches_the_backward_direction_sees_it_flipped(monkeypatch):
         handle = layer.register_forward_hook(lambda *_: None)
         mixer(tokens)
         handle.remove()
-    monkeypatch.setattr(vim, "scans_by_kernel", lambda u, A: False)
+    monkeypatch.setattr(vim.ops, "scans_by_kernel", lambda u, A: False)
     mixer(tokens)
     assert taken == ["in_place", "joined", "joined", "joined"]
 

@@ -113,8 +113,8 @@ def test_every_scan_is_the_recorded_one(golden, monkeypatch):
         calls.append({"u": u, "delta": F.softplus(steps), "B": B, "C": C, "out": result[0]})
         return result
 
-    original = vmamba.scan_tokens
-    monkeypatch.setattr(vmamba, "scan_tokens", record)
+    original = vmamba.ops.scan_tokens
+    monkeypatch.setattr(vmamba.ops, "scan_tokens", record)
     with torch.no_grad():
         model(tensors["input"])
     mixers = [module for module in model.modules() if isinstance(module, vmamba.SS2D)]
@@ -414,8 +414,8 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(name, monkeypatc
         scanned.extend((steps.dtype, A.dtype, result[0].dtype))
         return result
 
-    original = vmamba.scan_tokens
-    monkeypatch.setattr(vmamba, "scan_tokens", record)
+    original = vmamba.ops.scan_tokens
+    monkeypatch.setattr(vmamba.ops, "scan_tokens", record)
     plain = model(images())
     scanned.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mambacl.ops.precision import at_least_float32
 from mambacl.ops.scan import chosen_backend, scan_tokens
-from mambacl.ops.scan_operator import scan
+from mambacl.ops.scan_operator import differentiable_scan
 
 DIRECTIONS = 4
 
@@ -35,7 +35,7 @@ def scan_map(
     if chosen_backend(u, A_log, backend, torch.promote_types(torch.float32, u.dtype)) == "triton":
         tokens = (x.flatten(1, 2) for x in (u, delta.flatten(3), B, C))
         u, delta, B, C = tokens
-        y, _, _, _ = scan(
+        y, _, _, _ = differentiable_scan(
             *(u, delta, A_log.float(), B, C, D, None, bias, None),
             *(True, True, "cross", height, torch.float32, "triton"),
         )

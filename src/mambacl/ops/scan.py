@@ -17,7 +17,7 @@ from mambacl.errors import UserError
 from mambacl.ops import cpu, scan_triton, switch
 from mambacl.ops.linear import is_plain
 from mambacl.ops.precision import full_precision
-from mambacl.ops.scan_operator import scan
+from mambacl.ops.scan_operator import differentiable_scan
 from mambacl.ops.scan_reference import selective_scan_reference
 
 ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # forces a backend wherever the caller left the choice open
@@ -102,7 +102,7 @@ def scan_tokens(
     backend = chosen_backend(u, A, backend, dtype, B)
     order = "reverse" if reverse else "forward"
     if backend == "triton":
-        out, last, _, _ = scan(
+        out, last, _, _ = differentiable_scan(
             u, delta, A.float(), B, C, D, z, bias, None, log_A, softplus, order, 1, out_dtype or dtype, backend
         )
         return out, last
@@ -110,7 +110,9 @@ def scan_tokens(
     u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
     D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, bias))
     if backend == "native":
-        out, last, _, _ = scan(u, delta, A, B, C, D, z, bias, None, log_A, softplus, order, 1, dtype, backend)
+        out, last, _, _ = differentiable_scan(
+            u, delta, A, B, C, D, z, bias, None, log_A, softplus, order, 1, dtype, backend
+        )
         return out.to(out_dtype or dtype), last
     if log_A:
         A = -torch.exp(A)
@@ -126,7 +128,7 @@ def scan_tokens(
         y = y.mT
     else:
         none = (None, None, None, None)
-        y, last, _, _ = scan(x, delta, A, B, C, *none, False, False, "forward", 1, dtype, backend)
+        y, last, _, _ = differentiable_scan(x, delta, A, B, C, *none, False, False, "forward", 1, dtype, backend)
     y = y.flip(1) if reverse else y
     y = y if D is None else torch.addcmul(y, D, u)
     y = y if z is None else y * F.silu(z)
@@ -156,7 +158,7 @@ def scan_low_rank(
     dtype = _common_dtype(u, A_log, B, C)
     if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
         order = "reverse" if reverse else "forward"
-        y, last, _, _ = scan(
+        y, last, _, _ = differentiable_scan(
             *(u, dt, A_log.float(), B, C, None, None, to_steps.bias, weight),
             *(True, True, order, 1, torch.float32, "triton"),
         )

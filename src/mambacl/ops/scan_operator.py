@@ -1,5 +1,7 @@
 """The recurrence as one PyTorch operator with its backward, whichever backend runs it."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,9 +29,11 @@ def _run(
     height: int,
     dtype: torch.dtype,
     backend: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output in `dtype`, last state, what the backend keeps for the backward besides its inputs and, with a weight, the
-    steps. With a weight (d, rank), delta (b, l, rank) is what its product makes the steps of, before the softplus."""
+    """Output in `dtype`, last state, what the backend keeps for the backward besides its inputs (nothing unless `keep`)
+    and, where they were computed before, the steps. With a weight (d, rank), delta (b, l, rank) is what its product
+    makes the steps of, before the softplus."""
     steps = nothing(u)
     with full_precision(u):
         if backend == "torch":
@@ -38,7 +42,7 @@ def _run(
         if backend == "native":
             reverse = order == "reverse"
             out, last, kept = cpu.forward(
-                u, delta, A, B, C, D, z, bias, log_A=log_A, softplus=softplus, reverse=reverse
+                u, delta, A, B, C, D, z, bias, log_A=log_A, softplus=softplus, reverse=reverse, keep=keep
             )
             return out, last, kept, steps
         bare = _bare(u, delta, D, z, order, weight is not None)
@@ -50,12 +54,25 @@ def _run(
             steps = F.softplus(delta.float() if bias is None else delta.float() + bias.float()).contiguous()
         if bare:
             given = steps if softplus else delta if bias is None else delta.float() + bias.float()
-            out, last, kept = scan_triton.forward(u, given, A, B, C, order == "reverse", log_A)
+            out, last, kept = scan_triton.forward(u, given, A, B, C, order == "reverse", log_A, keep)
             return out.to(dtype), last, kept, steps
         inside = (GIVEN if weight is not None else INSIDE) if softplus else NONE
         given, bias = (steps, None) if weight is not None else (delta, bias)
         out, last, kept = scan_tiles.forward(
-            u, given, A, B, C, D, z, bias, log_A=log_A, softplus=inside, order=order, height=height, dtype=dtype
+            u,
+            given,
+            A,
+            B,
+            C,
+            D,
+            z,
+            bias,
+            log_A=log_A,
+            softplus=inside,
+            order=order,
+            height=height,
+            dtype=dtype,
+            keep=keep,
         )
         return out, last, kept, steps
 
@@ -103,24 +120,29 @@ def _back(
                 dout, dlast, u, given, A, B, C, kept, order == "reverse", log_A, softplus=softplus > 0, need_A=need_A
             )
             dbias = None if bias is None else ddelta.float().sum((0, 1))
-            found = (du, ddelta, dA if need_A else None, dB.contiguous(), dC.contiguous(), None, None, dbias)
+            found = (du, ddelta, dA if need_A else None, dB, dC, None, None, dbias)
         else:
             found = scan_tiles.backward(
                 *(dout, dlast, u, delta, A, B, C, D, z, bias, kept),
                 log_A=log_A, softplus=softplus, order=order, height=height, need_A=need_A,
             )  # fmt: skip
     inputs = (u, delta, A, B, C, D, z, bias)
-    pairs = zip(found, inputs, strict=True)
-    return tuple(  # type: ignore[return-value]
-        nothing(u) if grad is None or given is None else grad.to(given.dtype) for grad, given in pairs
-    )
+    return tuple(_typed(*pair, u) for pair in zip(found, inputs, strict=True))  # type: ignore[return-value]
+
+
+def _typed(grad: Tensor | None, given: Tensor | None, u: Tensor) -> Tensor:
+    """A gradient in its input's type; only those of u, delta and z have a layout other than contiguous."""
+    if grad is None or given is None:
+        return nothing(u)
+    grad = grad.to(given.dtype)
+    return grad if given.dim() == 3 else grad.contiguous()
 
 
 def _like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty(shape, dtype=dtype)
 
 
-def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height, dtype, backend):  # type: ignore[no-untyped-def]
+def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height, dtype, backend, keep):  # type: ignore[no-untyped-def]
     state = torch.float32 if backend == "triton" else u.dtype
     steps = (0,)
     if backend == "torch":
@@ -134,6 +156,7 @@ def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height,
         out = scan_tiles.out_like(u, A.shape[0], dtype)
         kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, order)
         steps = (*u.shape[:2], A.shape[0]) if weight is not None else steps
+    kept = kept if keep or backend == "torch" else (0,)
     return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *steps, dtype=state)
 
 
@@ -149,7 +172,7 @@ def _fake_back(  # type: ignore[no-untyped-def]
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    u, delta, A, B, C, D, z, bias, weight, ctx.log_A, softplus, ctx.order, ctx.height, _, ctx.backend = inputs
+    u, delta, A, B, C, D, z, bias, weight, ctx.log_A, softplus, ctx.order, ctx.height, _, ctx.backend, _ = inputs
     taken = output[3].numel() > 0  # the softplus, before the recurrence
     ctx.softplus = (GIVEN if taken else INSIDE) if softplus else NONE
     ctx.dtype = delta.dtype
@@ -163,7 +186,9 @@ def _differentiate(ctx, dout, dlast, dkept, dsteps):  # type: ignore[no-untyped-
     needs = ctx.needs_input_grad
     *saved, low_rank, weight = ctx.saved_tensors  # once: checkpointing unpacks them only once
     u, A = saved[0], saved[2]
-    dout = torch.zeros((*u.shape[:2], A.shape[0]), dtype=torch.float32, device=u.device) if dout is None else dout
+    if dout is None:
+        dtype = torch.promote_types(torch.float32, u.dtype)
+        dout = torch.zeros((*u.shape[:2], A.shape[0]), dtype=dtype, device=u.device)
     flags = (ctx.log_A, ctx.softplus, ctx.order, ctx.height, ctx.backend, needs[2])
     du, ddelta, dA, dB, dC, dD, dz, dbias = _backward(dout, dlast, *saved, *flags)
     dweight = None
@@ -174,8 +199,14 @@ def _differentiate(ctx, dout, dlast, dkept, dsteps):  # type: ignore[no-untyped-
         ddelta = (rows @ weight).unflatten(0, u.shape[:2])
     ddelta = ddelta.to(ctx.dtype)
     grads = (du, ddelta, dA, dB, dC, dD, dz, dbias, dweight)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *[None] * 6
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *[None] * 7
 
 
 _backward = operator("scan_backward", _back, _fake_back)
 scan = operator("scan", _run, _fake, _keep, _differentiate)
+
+
+def differentiable_scan(*inputs: Any) -> Any:
+    """The operator, told whether anybody will ask for a gradient."""
+    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return scan(*inputs, wanted)
