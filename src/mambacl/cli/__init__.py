@@ -17,6 +17,7 @@ from mambacl.cli.reporting import audit, report
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
+from mambacl.training.seconds import count_from_the_start_of_the_process
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     command.__name__: command
@@ -55,6 +56,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_name()
+    if arguments is None:  # the process is there for this command
+        count_from_the_start_of_the_process()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a reader that has gone is no mistake
