@@ -4,6 +4,7 @@ It knows no method by name.
 """
 
 import copy
+import math
 import platform
 import sys
 import time
@@ -80,7 +81,7 @@ class Loop:
         began."""
         self.watch = watch or Watch()
         self.seconds_before: dict[str, float] = {}  # of earlier processes
-        self.saved_at = -CHECKPOINT_EVERY
+        self.saved_at = -math.inf  # the latest checkpoint
         self.scenario = scenario
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
