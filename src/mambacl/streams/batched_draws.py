@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchvision.transforms import v2
 
+from mambacl.streams.batched_ops import NONE
 from mambacl.streams.draws import Draws, nothing
 
 BINS = 10  # magnitudes of an operation in AutoAugment

@@ -8,7 +8,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,7 @@ from mambacl.training.checkpoints import Checkpoint, Position, TaskState
 from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
 from mambacl.training.recipe import Recipe
+from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.schedule import lr_factor
 from mambacl.training.seconds import Watch, with_the_rest
 from mambacl.training.step import Recorder, TrainingStep
@@ -199,10 +200,14 @@ class Loop:
     def evaluate(self, task: int) -> list[int]:
         """Right test images of each task up to this one."""
 
-        def predict(images: Tensor) -> Tensor:
+        def plain(images: Tensor) -> Tensor:
             with self._autocast():
                 return self.method.predict(images)
 
+        predict: Callable[[Tensor], Tensor] = plain
+
+        if self.fast and self.device.type == "cuda" and self.method.recordable:  # nothing moves during an evaluation
+            predict = Recorded(plain, tuple, record=CUDAGraphs(self.recorder))
         sizes, batch = [len(classes) for classes in self.stream.tasks], self.recipe.eval_batch_size
         counts = []
         for j in range(task + 1):

@@ -24,7 +24,7 @@ from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
-from mambacl.precision import float32_products
+from mambacl.precision import float32_products, named
 from mambacl.streams import Stream, open_stream
 from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
@@ -76,8 +76,10 @@ def train(
     watch = Watch()
     resolved = resolve(config, overrides)
     folder = RunFolder(resolved.folder)
-    if folder.exists() and not overwrite:
-        differing = differences(folder.config(), resolved)
+    there = folder.config() if folder.exists() and not overwrite else None
+    resolved = _with_precision(resolved, there)
+    if there is not None:
+        differing = differences(there, resolved)
         if differing:
             _build(resolved)  # a mistake in the configuration is the better answer
             raise UserError(
@@ -102,6 +104,14 @@ def resume(path: str | Path, device: str | None = None) -> Run:
     watch = Watch()
     folder = RunFolder.existing(path)
     return _continue(folder, _on_device(folder.config(), device), watch)
+
+
+def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
+    """With `auto` replaced by what it stands for: in a run that is there already, by what that one has."""
+    if config.precision != "auto":
+        return config
+    found = named(config.precision, pick_device(config.device)) if there is None else there.precision
+    return dataclasses.replace(config, precision=found)
 
 
 def _on_device(config: RunConfig, device: str | None) -> RunConfig:
@@ -238,6 +248,7 @@ class _Parts:
             "method": config.method,
             "backbone": config.backbone,
             "seed": config.seed,
+            "precision": config.precision,
             "class_names": self.stream.dataset.class_names,
             "class_order": self.stream.class_order,
             "tasks": self.stream.tasks,
