@@ -1,17 +1,22 @@
 """What a command does before PyTorch is loaded, and where the seconds of a run go."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from small_run import CONFIG
+from torch import nn
 
+from mambacl.training.optimizers import without_compiler
 from mambacl.training.seconds import AROUND, Watch, with_the_rest
 
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 REFUSED = [
     ["trian"],
     ["train"],
@@ -73,20 +78,45 @@ main(["train", "demo", "--method", "frozen", "--seed", "3"])
     assert done.stdout.splitlines() == [words], done.stderr
 
 
-def test_a_gpu_run_needs_no_torchvision(tmp_path: Path) -> None:
-    """torchvision takes as long to load as PyTorch itself; the batched engine needs it for AutoAugment alone."""
-    code = """
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+def test_a_run_on_the_batched_engine_loads_neither_torchvision_nor_the_compiler(
+    device: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Each takes as long to load as PyTorch itself."""
+    code = f"""
 import sys
-import numpy as np
-from mambacl.streams import StreamConfig, TransformConfig, open_stream
-import mambacl.training.run
-config = StreamConfig(transforms=TransformConfig(image_size=8, augment="crop-flip", engine="batched"))
-stream = open_stream(config, 28, [0.5] * 3, [0.5] * 3, seed=0, workers=0)
-next(iter(stream.train_batches(0, 0, 4)))
-next(iter(stream.test_batches(0, 4)))
-assert "torchvision" not in sys.modules
+import mambacl
+from small_run import CONFIG
+CONFIG["stream"]["transforms"]["engine"] = "batched"
+CONFIG["training"] |= {{"passes": 1, "optimizer": "{optimizer}"}}
+run = mambacl.train(CONFIG, out="run", device="{device}")
+mambacl.evaluate(run.folder)
+assert "torchvision" not in sys.modules and "torch._dynamo" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_without_the_compiler_is_the_same(kind: type[torch.optim.Optimizer], fused: bool) -> None:
+    found, calls = [], []
+    for make in (kind, without_compiler(kind)):
+        layer = nn.Linear(3, 2)
+        with torch.no_grad():
+            layer.weight.fill_(0.5)
+            layer.bias.zero_()
+        optimizer = make(layer.parameters(), lr=0.1, weight_decay=0.01, fused=fused)
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        for step in range(4):
+            optimizer.zero_grad()
+            layer(torch.arange(6.0).view(2, 3) + step).square().sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        found.append(torch.cat([p.detach().flatten() for p in layer.parameters()]))
+        assert isinstance(optimizer, kind) and type(optimizer).__name__ == kind.__name__
+    assert torch.equal(*found) and len(calls) == 8
 
 
 def test_seconds_add_up_to_the_wall_time(tmp_path: Path) -> None:

@@ -64,8 +64,9 @@ class RunConfig:
     device: str = "auto"
     """auto (cuda where there is one), cpu, cuda or cuda:N"""
     precision: Literal["auto", "float32", "tf32", "bf16"] = "float32"
-    """auto is bf16 on a GPU that has it, else float32, and a run keeps what it began with; tf32 takes matrix products on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that
-    leaves in float32 as tf32 does; the scan, A and delta stay in float32, and so does the projection"""
+    """auto is bf16 on a GPU that has it, else float32, and a run keeps what it began with; tf32 takes matrix products
+    on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that leaves in float32 as tf32 does;
+    the scan, A and delta stay in float32, and so does the projection"""
     fast: bool = True
     """on a GPU: fused kernels, recorded steps, images prepared there; false takes the plain twin of each"""
     audit_images: int = 0

@@ -32,6 +32,7 @@ from mambacl.training.background import Background
 from mambacl.training.checkpoints import Checkpoint, Position, TaskState
 from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
+from mambacl.training.optimizers import without_compiler
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.schedule import lr_factor
@@ -318,10 +319,10 @@ def make_optimizer(
     if recorded_on is not None and recipe.optimizer != "sgd":
         groups = [{**group, "lr": torch.tensor(group["lr"], device=recorded_on)} for group in groups]
     if recipe.optimizer == "adam":
-        return torch.optim.Adam(groups, weight_decay=decay, fused=fused, capturable=fused)
+        return without_compiler(torch.optim.Adam)(groups, weight_decay=decay, fused=fused, capturable=fused)
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, weight_decay=decay, fused=fused, capturable=fused)
-    return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
+        return without_compiler(torch.optim.AdamW)(groups, weight_decay=decay, fused=fused, capturable=fused)
+    return without_compiler(torch.optim.SGD)(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
 
 
 def task_seed(seed: int, task: int) -> int:

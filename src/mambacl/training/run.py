@@ -110,7 +110,7 @@ def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
     """With `auto` replaced by what it stands for: in a run that is there already, by what that one has."""
     if config.precision != "auto":
         return config
-    found = named(config.precision, pick_device(config.device)) if there is None else there.precision
+    found: Any = named(config.precision, pick_device(config.device)) if there is None else there.precision
     return dataclasses.replace(config, precision=found)
 
 
