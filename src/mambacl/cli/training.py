@@ -19,6 +19,8 @@ from mambacl.log import logger
 if TYPE_CHECKING:
     from mambacl.training.run import Run
 
+REPORTS_AFTER = 10.0  # seconds
+
 
 def train(arguments: Sequence[str]) -> int:
     """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
@@ -76,8 +78,10 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
         logger.info("Training %s", words)
     with status("loading PyTorch"):
         from mambacl.training.run import train as run_training
-    # beside the work, and not after it: the libraries that draw the report take a second or two to load
-    threading.Thread(target=import_module, args=("mambacl.reports",), daemon=True).start()
+    # What draws the report takes a second or two to load: while a GPU works, and not when all wait for the report.
+    loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports",))
+    loading.daemon = True
+    loading.start()
     return run_training
 
 

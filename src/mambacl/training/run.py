@@ -6,11 +6,12 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError
 from mambacl.training.seconds import Watch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def train(
     parts = _build(resolved, loop=loop, watch=watch)  # fails before anything is written or removed
     with watch.phase("data"):
         parts.stream.dataset.check()
-        described = parts.stream.describe()
+        described = parts.described.result()
     with folder.locked():
         folder.clear()
         folder.create(resolved, described)
@@ -127,7 +130,8 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         folder.clear_covariances()
         started = (folder.checkpoints / checkpoints.BACKBONE).exists()
         parts = _build(config, folder if started else None, loop, watch)
-        _check_stream(folder, parts.stream)
+        with watch.phase("data"):
+            _check_stream(folder, parts)
         if not started:
             folder.checkpoints.mkdir(exist_ok=True)
             checkpoints.save_backbone(folder, parts.model)
@@ -190,7 +194,7 @@ def _at_task_end(folder: RunFolder, config: RunConfig, whole: bool = False) -> t
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
     parts = _build(config, folder)
-    _check_stream(folder, parts.stream)
+    _check_stream(folder, parts)
     try:
         parts.method.load_state_dict(checkpoint.method_state)
         if checkpoint.task_state and (whole or parts.method.needs_task_state):
@@ -209,6 +213,8 @@ class _Parts:
     device: torch.device
     loop_class: type[Loop]
     watch: Watch
+    described: Future[dict[str, Any]]
+    """what identifies the stream"""
 
     def overview(self) -> str:
         """What is about to be learned, and what a reader should know about it."""
@@ -281,6 +287,7 @@ def _build(
             config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
             config.training.workers, device if config.fast else torch.device("cpu"),
         )  # fmt: skip
+    described = _beside(stream.describe)  # the images' fingerprint takes as long as the model
     with watch.phase("model"):
         if folder is None:  # after the data were found: weights may have to be downloaded
             load_pretrained(model, config.backbone, config.pretrained)
@@ -289,7 +296,21 @@ def _build(
         model.eval()
         _check_image_size(model, stream.transforms.size, config.backbone)
         method = _method(config, folder, stream, method_class, model.to(device))
-    return _Parts(config, model, stream, method, device, loop, watch)
+    return _Parts(config, model, stream, method, device, loop, watch, described)
+
+
+def _beside(work: Callable[[], T]) -> Future[T]:
+    """Does some work in a thread that nobody waits for at the end of the process."""
+    future: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return future
 
 
 def _method(
@@ -388,8 +409,8 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
     return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in immaterial]
 
 
-def _check_stream(folder: RunFolder, stream: Stream) -> None:
-    saved, now = folder.stream(), stream.describe()
+def _check_stream(folder: RunFolder, parts: _Parts) -> None:
+    saved, now = folder.stream(), parts.described.result()
     # the folder's name; what follows from config.yaml and the backbone; words about images that the others do not count
     free = ("dataset", "transforms", "skipped")
     differing = [key for key in now if key not in free and saved.get(key) != now[key]]
