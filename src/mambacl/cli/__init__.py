@@ -26,6 +26,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 LONG = (train, resume, evaluate, paper, audit)  # and compute
 BUSY = 0.5  # programs that want a core, for each core
+SPINS = "2000"  # about as long as Python takes from one operation to the next
 
 
 def usage() -> str:
@@ -87,12 +88,18 @@ def _print_any_name() -> None:
 
 
 def _share_cores() -> None:
-    """OpenMP's threads wait for each other by spinning. Where other programs want the cores too, it keeps them from the
-    very threads that are waited for. It counts where PyTorch, which starts them, is not loaded yet."""
-    chosen = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+    """OpenMP's threads wait for each other by spinning, for milliseconds. Where other programs want the cores too, it
+    keeps them from the very threads that are waited for: they spin for a moment only, and not at all where the machine
+    is busy already. It counts where PyTorch, which starts them, is not loaded yet."""
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return
+    busy = False
     with suppress(AttributeError, OSError):  # not every system knows its load
-        if not chosen and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
-            os.environ["OMP_WAIT_POLICY"] = "passive"
+        busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    if busy:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    else:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def _fail(sentence: str, code: int) -> int:

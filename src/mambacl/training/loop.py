@@ -130,7 +130,8 @@ class Loop:
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
-        self.display.phase(place)
+        compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
+        self.display.phase(f"{place} compiling" if compiling else place)
         with self.watch.phase("data"):
             batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
         steps = len(batches)  # type: ignore[arg-type]
@@ -139,6 +140,8 @@ class Loop:
         for step, (images, labels) in enumerate(batches):
             done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
             self.step(images, labels, lr_factor(recipe, done))
+            if step == 0 and compiling:
+                self.display.phase(place)
             self.display.step()
         loss_sum, right, images_seen = self.step.take_sums()
         loss_mean, accuracy = loss_sum / images_seen, right / images_seen
