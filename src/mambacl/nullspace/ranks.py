@@ -66,7 +66,7 @@ def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool =
 
 
 def _values(spectrum: Tensor | Spectrum) -> Spectrum:
-    return spectrum if isinstance(spectrum, np.ndarray) else np.asarray(spectrum.detach().cpu())
+    return np.asarray(spectrum.detach().cpu() if hasattr(spectrum, "detach") else spectrum)
 
 
 def _flat(spectrum: Tensor | Spectrum) -> bool:
