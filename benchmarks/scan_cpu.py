@@ -2,8 +2,9 @@
 
     python benchmarks/scan_cpu.py [--threads N] [--rounds N] [--json PATH]
 
-Rounds are interleaved (each backend once a round), so that a busy moment of the machine hits all of them; the figures
-are medians. Outputs and gradients are compared before anything is timed.
+The C++ backend runs once per instruction set of this machine. Rounds are interleaved (each backend once per round), so
+that a busy moment of the machine hits all of them; the figures are medians. Outputs and gradients are compared before
+anything is timed.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl.ops import cpu
 from mambacl.scan import available_backends, selective_scan
 
 Inputs = dict[str, Tensor]
@@ -46,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="images (2)")
     parser.add_argument("--channels", type=int, default=768, help="channels of the SSM (768)")
     parser.add_argument("--length", type=int, default=197, help="tokens (197)")
-    parser.add_argument("--states", type=int, default=16, help="states a channel (16)")
+    parser.add_argument("--states", type=int, default=16, help="states per channel (16)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads (all cores)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
@@ -81,11 +83,11 @@ def implementations() -> dict[str, Scan]:
         tell("transformers is missing, so there is nothing to compare with: pip install 'mambacl[bench]'")
     else:
         scans[TRANSFORMERS] = slow_path(mamba_selective_scan)
-    for backend in ("reference", "torch", "native"):
-        if backend in available_backends():
-            scans[backend] = our_backend(backend)
-        else:
-            tell(f"{backend} is not built: reinstall mambacl where a C++ compiler is present")
+    scans |= {backend: our_backend(backend) for backend in ("reference", "torch")}
+    if "native" in available_backends():
+        scans |= {f"native {name}": our_backend("native", name) for name in cpu.instruction_sets()}
+    else:
+        tell("native is not built: reinstall mambacl from its wheel, or where a C++ compiler is present")
     return scans
 
 
@@ -94,9 +96,16 @@ def slow_path(function: Callable[..., Tensor]) -> Scan:
     return lambda inputs: function(*inputs.values(), delta_softplus=True)
 
 
-def our_backend(backend: str) -> Scan:
+def our_backend(backend: str, instruction_set: str = "") -> Scan:
+    """An empty name leaves the choice of the instruction set to the library. It holds for the backward too, which runs
+    before the next scan is called."""
     function: Callable[..., Any] = selective_scan
-    return lambda inputs: function(*inputs.values(), delta_softplus=True, backend=backend)
+
+    def scan(inputs: Inputs) -> Tensor:
+        os.environ[cpu.ENVIRONMENT_VARIABLE] = instruction_set
+        return function(*inputs.values(), delta_softplus=True, backend=backend)
+
+    return scan
 
 
 def forward_and_backward(scan: Scan, inputs: Inputs) -> list[Tensor]:
@@ -132,11 +141,11 @@ def table(medians: dict[str, float], options: argparse.Namespace) -> str:
         f"Selective scan, forward + backward, float32, {size}",
         f"threads: {options.threads}, median of {options.rounds} interleaved rounds, PyTorch {torch.__version__}",
         "",
-        f"{'':14}{'ms':>10}{'times as fast as transformers':>34}",
+        f"{'':18}{'ms':>10}{'times as fast as transformers':>34}",
     ]
     for name, median in medians.items():
         ratio = f"{medians[TRANSFORMERS] / median:.2f}" if TRANSFORMERS in medians else "-"
-        lines.append(f"{name:14}{median * 1e3:>10.2f}{ratio:>34}")
+        lines.append(f"{name:18}{median * 1e3:>10.2f}{ratio:>34}")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mambacl.backbones import create_model
-from mambacl.scan import selective_scan_reference
+from mambacl.ops import selective_scan_reference
 
 
 class PlainMamba(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from kernels_help import DEVICE, poisoned
 from torch import Tensor
 
-from mambacl.scan import scan_tokens
+from mambacl.ops import scan_tokens
 
 GOLDEN = Path(__file__).parent / "goldens" / "selective_scan_ref"
 CASES = json.loads(GOLDEN.with_suffix(".json").read_text())["cases"]

@@ -20,8 +20,8 @@ from mambacl.bench.sizes import CPU, CPU_QUICK, GPU, GPU_QUICK, Case, Sizes
 from mambacl.bench.timing import Clock, Timing, copy_speed
 from mambacl.bench.whole import configuration
 from mambacl.cli import main
-from mambacl.scan import available_backends
-from mambacl.scan.dispatch import chosen_backend
+from mambacl.ops import available_backends
+from mambacl.ops.scan import chosen_backend
 
 CLOCK = Clock(torch.device("cpu"), repeats=3, budget=0.01)
 CASE = Case("defocus_mamba", (2,), options={key: value for key, value in TINY.items() if key != "num_classes"})

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mambacl.backbones import create_model, list_models, load_weights
 from mambacl.backbones.layers import PatchEmbed, drop_path
 from mambacl.errors import UserError
-from mambacl.scan import dispatch
+from mambacl.ops import scan
 
 GOLDENS = Path(__file__).parent / "goldens"
 ORIGINAL_WEIGHTS = Path(__file__).parents[2] / "shared" / "weights" / "defocus_mamba_nano_tin32.pth"
@@ -392,8 +392,8 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(tiny_model, monk
         scanned.extend((steps.dtype, A.dtype, result[0].dtype))
         return result
 
-    original = dispatch.scan_tokens
-    monkeypatch.setattr(dispatch, "scan_tokens", record)
+    original = scan.scan_tokens
+    monkeypatch.setattr(scan, "scan_tokens", record)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(images())
         seen = observed(model, images(), 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mambacl
 from mambacl.nullspace.projectors import project_part
-from mambacl.scan import selective_scan, selective_scan_reference
+from mambacl.ops import selective_scan, selective_scan_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.scan import available_backends, dispatch, native, scan_tokens, selective_scan, torch_loop
+from mambacl.ops import available_backends, cpu, scan, scan_tokens, scan_torch, selective_scan
 
 GOLDEN = Path(__file__).parent / "goldens" / "selective_scan_ref"
 CASES = json.loads(GOLDEN.with_suffix(".json").read_text())["cases"]
-built = pytest.mark.skipif(native.library() is None, reason="the C++ kernel was not built at installation")
+built = pytest.mark.skipif(cpu.library() is None, reason="the C++ kernel was not built at installation")
 FAST = ["torch", pytest.param("native", marks=built)]
 ALL = ["reference", *FAST]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
@@ -27,7 +27,7 @@ def recorded() -> dict[str, Tensor]:
 @pytest.fixture(autouse=True)
 def open_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend forced from outside."""
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(scan.ENVIRONMENT_VARIABLE, raising=False)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
@@ -103,10 +103,10 @@ SHAPES = {
     "one token": {"b": 2, "d": 3, "l": 1, "n": 4},
     "one of each": {"b": 1, "d": 1, "l": 1, "n": 1},
     "odd sizes": {"b": 3, "d": 7, "l": 11, "n": 5},
-    "below a tile": {"b": 1, "d": 5, "l": native.TILE - 1, "n": 3},
-    "a tile": {"b": 1, "d": 5, "l": native.TILE, "n": 3},
-    "above a tile": {"b": 1, "d": 5, "l": native.TILE + 1, "n": 3},
-    "several tiles": {"b": 2, "d": 33, "l": 3 * native.TILE + 2, "n": 16},
+    "below a tile": {"b": 1, "d": 5, "l": cpu.TILE - 1, "n": 3},
+    "a tile": {"b": 1, "d": 5, "l": cpu.TILE, "n": 3},
+    "above a tile": {"b": 1, "d": 5, "l": cpu.TILE + 1, "n": 3},
+    "several tiles": {"b": 2, "d": 33, "l": 3 * cpu.TILE + 2, "n": 16},
     "groups": {"b": 2, "d": 12, "l": 19, "n": 4, "groups": 3},
     "a group a channel": {"b": 2, "d": 6, "l": 9, "n": 2, "groups": 6},
     "constant B and C": {"b": 2, "d": 6, "l": 20, "n": 2, "groups": "const"},
@@ -140,8 +140,8 @@ def test_B_and_C_may_have_different_groups(of_B, of_C, backend):
 def test_torch_backend_is_the_same_however_it_is_cut_into_tiles(monkeypatch, step, tile):
     inputs = random_inputs(b=3, d=10, l=13, n=3, groups=2)
     expected = run(inputs, "reference")
-    monkeypatch.setitem(torch_loop.STEP_ELEMENTS, "cpu", step)
-    monkeypatch.setitem(torch_loop.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(scan_torch.STEP_ELEMENTS, "cpu", step)
+    monkeypatch.setitem(scan_torch.TILE_ELEMENTS, "cpu", tile)
     for name, value in run(inputs, "torch").items():
         assert_close(value, expected[name], 1e-12, name)
 
@@ -231,27 +231,27 @@ def test_bits_do_not_depend_on_the_number_of_threads(backend, shape):
 
 def test_all_backends_but_native_work_everywhere():
     assert available_backends()[:3] == ["auto", "reference", "torch"]
-    assert ("native" in available_backends()) == (native.library() is not None)
+    assert ("native" in available_backends()) == (cpu.library() is not None)
 
 
 @built
 def test_auto_takes_the_native_kernel_where_it_can():
     u, A = torch.zeros(1, 2, 3), torch.zeros(3, 4)
-    assert dispatch.chosen_backend(u, A) == "native"
-    assert dispatch.chosen_backend(u, torch.zeros(3, native.MOST_STATES + 1)) == "torch"
-    assert dispatch.chosen_backend(u.to("meta"), A) == "torch"
+    assert scan.chosen_backend(u, A) == "native"
+    assert scan.chosen_backend(u, torch.zeros(3, cpu.MOST_STATES + 1)) == "torch"
+    assert scan.chosen_backend(u.to("meta"), A) == "torch"
 
 
 @built
 def test_native_kernel_refuses_more_states_than_it_can_hold():
-    inputs = random_inputs(b=1, d=2, l=3, n=native.MOST_STATES + 1)
+    inputs = random_inputs(b=1, d=2, l=3, n=cpu.MOST_STATES + 1)
     with pytest.raises(UserError, match="use backend='torch'"):
         selective_scan(**inputs, backend="native")
     assert_close(selective_scan(**inputs), selective_scan(**inputs, backend="reference"), 1e-12)
 
 
 def test_missing_kernel_leaves_the_torch_backend(monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     inputs = random_inputs(b=1, d=2, l=3, n=2)
     assert [name for name in available_backends() if name != "triton"] == ["auto", "reference", "torch"]
     assert_close(selective_scan(**inputs), selective_scan(**inputs, backend="reference"), 1e-12)
@@ -262,8 +262,8 @@ def test_missing_kernel_leaves_the_torch_backend(monkeypatch):
 def test_environment_variable_decides_where_the_caller_does_not(monkeypatch):
     u, A = torch.zeros(1, 2, 3), torch.zeros(3, 4)
     monkeypatch.setenv("MAMBACL_SCAN", "reference")
-    assert dispatch.chosen_backend(u, A) == "reference"
-    assert dispatch.chosen_backend(u, A, "torch") == "torch"
+    assert scan.chosen_backend(u, A) == "reference"
+    assert scan.chosen_backend(u, A, "torch") == "torch"
     monkeypatch.setenv("MAMBACL_SCAN", "cuda-magic")
     with pytest.raises(UserError, match="no scan backend 'cuda-magic'"):
         selective_scan(**random_inputs(b=1, d=2, l=3, n=2))

@@ -6,23 +6,22 @@ from kernels_help import DEVICE, kernels, poisoned
 from scan_help import INPUTS, assert_close, assert_same_bits, compare, reference, run, slope, tokens
 
 from mambacl.errors import UserError
-from mambacl.fused import switch
-from mambacl.scan import available_backends, dispatch, native, scan_tokens, triton_scan
+from mambacl.ops import available_backends, cpu, scan, scan_tokens, scan_triton, switch
 
 
 @pytest.fixture(autouse=True)
 def open_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend forced from outside."""
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(scan.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.delenv(switch.ENVIRONMENT_VARIABLE, raising=False)
 
 
 RECURRENCES = (1, 5, 2**12, 2**15, 2**17, 2**19, 2**22)
 
 
-def chosen_layouts(states: int) -> set[triton_scan.Layout]:
+def chosen_layouts(states: int) -> set[scan_triton.Layout]:
     return {
-        triton_scan.layout(n, recurrences, backward)
+        scan_triton.layout(n, recurrences, backward)
         for n in range(1, states + 1)
         for recurrences in RECURRENCES
         for backward in (False, True)
@@ -30,22 +29,22 @@ def chosen_layouts(states: int) -> set[triton_scan.Layout]:
 
 
 def test_every_layout_fills_a_warp_and_holds_all_states() -> None:
-    for n in range(1, triton_scan.MOST_STATES + 1):
+    for n in range(1, scan_triton.MOST_STATES + 1):
         for recurrences in RECURRENCES:
             for backward in (False, True):
-                plan = triton_scan.layout(n, recurrences, backward)
+                plan = scan_triton.layout(n, recurrences, backward)
                 assert plan.lanes_n * plan.lanes_d == 32
                 assert n <= plan.states * plan.lanes_n < 2 * n
-                assert triton_scan.KEPT % plan.steps == 0
+                assert scan_triton.KEPT % plan.steps == 0
                 assert all(size & (size - 1) == 0 and size > 0 for size in (plan.states, plan.channels, plan.steps))
 
 
 @kernels
 @pytest.mark.parametrize("plan", sorted(chosen_layouts(64), key=str), ids=str)
 def test_every_layout_that_is_chosen_gives_the_same_answer(
-    plan: triton_scan.Layout, monkeypatch: pytest.MonkeyPatch
+    plan: scan_triton.Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_scan, "layout", lambda *args, **options: plan)
+    monkeypatch.setattr(scan_triton, "layout", lambda *args, **options: plan)
     compare(tokens(b=1, l=5, d=plan.block, n=plan.states * plan.lanes_n), softplus=True)  # a whole block
 
 
@@ -53,19 +52,19 @@ def test_every_layout_that_is_chosen_gives_the_same_answer(
 @pytest.mark.parametrize("n", [1, 3, 16, 64])
 @pytest.mark.parametrize("channels, steps", [(1, 2), (2, 8), (4, 4), (1, 8), (4, 2)])
 def test_other_layouts_give_the_same_answer(n: int, channels: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = triton_scan.layout(n, 1, backward=True)
-    plan = triton_scan.Layout(chosen.states, chosen.lanes_n, channels, chosen.lanes_d, steps)
+    chosen = scan_triton.layout(n, 1, backward=True)
+    plan = scan_triton.Layout(chosen.states, chosen.lanes_n, channels, chosen.lanes_d, steps)
     inputs = tokens(b=1, l=11, d=3, n=n)
     wanted = reference(inputs, softplus=True)
-    monkeypatch.setattr(triton_scan, "layout", lambda *args, **options: plan)
+    monkeypatch.setattr(scan_triton, "layout", lambda *args, **options: plan)
     for name, tensor in run(inputs, softplus=True).items():
         assert_close(tensor, wanted[name], 1e-6, name)
 
 
 @kernels
 def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {False: triton_scan.Layout(4, 1, 4, 32, 2), True: triton_scan.Layout(2, 2, 1, 16, 4)}
-    monkeypatch.setattr(triton_scan, "layout", lambda n, recurrences, backward: plans[backward])
+    plans = {False: scan_triton.Layout(4, 1, 4, 32, 2), True: scan_triton.Layout(2, 2, 1, 16, 4)}
+    monkeypatch.setattr(scan_triton, "layout", lambda n, recurrences, backward: plans[backward])
     compare(tokens(b=1, l=11, d=6, n=3), softplus=True)
 
 
@@ -75,7 +74,7 @@ def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.Mon
 def test_time_in_segments_gives_the_same_answer(
     segments: int, length: int, n: int, groups: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_scan, "segments", lambda *inputs: segments)
+    monkeypatch.setattr(scan_triton, "segments", lambda *inputs: segments)
     compare(tokens(b=2, l=length, d=6, n=n, groups=groups), softplus=True, reverse=reverse)
 
 
@@ -90,8 +89,8 @@ def test_segments_of_several_pieces_give_the_same_answer(
     length: int, ahead: tuple[int, int, int], back: tuple[int, int, int], groups: int, reverse: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    splits = {False: triton_scan.Split(*ahead), True: triton_scan.Split(*back)}
-    monkeypatch.setattr(triton_scan, "_split", lambda *inputs, backward: splits[backward])
+    splits = {False: scan_triton.Split(*ahead), True: scan_triton.Split(*back)}
+    monkeypatch.setattr(scan_triton, "_split", lambda *inputs, backward: splits[backward])
     compare(tokens(b=2, l=length, d=6, n=3, groups=groups), softplus=True, reverse=reverse)
 
 
@@ -102,23 +101,23 @@ def test_every_step_is_in_one_segment(
     length: int, programs: int, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     u, B = torch.empty(1, length, 16, device="meta"), torch.empty(1, length, 1, 16, device="meta")
-    monkeypatch.setattr(triton_scan, "_blocks", lambda *inputs: programs)
-    split = triton_scan._split(u, B, triton_scan.layout(16, 16, backward), backward)
+    monkeypatch.setattr(scan_triton, "_blocks", lambda *inputs: programs)
+    split = scan_triton._split(u, B, scan_triton.layout(16, 16, backward), backward)
     segment = split.width * split.pieces
     assert (split.segments - 1) * segment < length <= split.segments * segment
-    assert split.segments == 1 or split.width % triton_scan.KEPT == 0
+    assert split.segments == 1 or split.width % scan_triton.KEPT == 0
 
 
 def test_time_is_split_where_there_are_few_long_recurrences() -> None:
     language = 8 * 1536 // 16
-    ahead, back = (132 * triton_scan.RESIDENT[backward] for backward in (False, True))  # an H200
-    assert [triton_scan.segments(2048, language, room) for room in (ahead, back)] == [4, 2]
-    assert triton_scan.segments(2048, language, ahead // 4) == 1  # a smaller one is full
-    assert triton_scan.segments(2048, 1536 // 16, ahead) == 8
-    assert triton_scan.segments(700, 10, back) == 2
-    assert triton_scan.segments(145, 200 * 2048 // 32, ahead) == 1
-    assert triton_scan.segments(197, 1, ahead) == 1
-    assert triton_scan.segments(4096, 0, ahead) == 1
+    ahead, back = (132 * scan_triton.RESIDENT[backward] for backward in (False, True))  # an H200
+    assert [scan_triton.segments(2048, language, room) for room in (ahead, back)] == [4, 2]
+    assert scan_triton.segments(2048, language, ahead // 4) == 1  # a smaller one is full
+    assert scan_triton.segments(2048, 1536 // 16, ahead) == 8
+    assert scan_triton.segments(700, 10, back) == 2
+    assert scan_triton.segments(145, 200 * 2048 // 32, ahead) == 1
+    assert scan_triton.segments(197, 1, ahead) == 1
+    assert scan_triton.segments(4096, 0, ahead) == 1
 
 
 @kernels
@@ -127,7 +126,7 @@ def test_nothing_stays_nothing_through_a_segment_that_would_make_it_infinite(mon
     inputs["A"] = torch.full_like(inputs["A"], 22.4)
     inputs["delta"] = torch.full_like(inputs["delta"], 0.5)
     inputs["u"][:, :16] = 0
-    monkeypatch.setattr(triton_scan, "segments", lambda *inputs: 3)
+    monkeypatch.setattr(scan_triton, "segments", lambda *inputs: 3)
     last = scan_tokens(*inputs.values(), backend="triton")[1]
     expected = scan_tokens(*inputs.values(), backend="reference")[1]
     assert torch.equal(last.isfinite(), expected.isfinite())
@@ -139,9 +138,9 @@ def test_nothing_stays_nothing_through_a_segment_that_would_make_it_infinite(mon
 def test_fewer_kept_states_give_the_same_bits(length: int, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tokens(b=1, l=length, d=3, n=3)
     expected = run(inputs, softplus=True, reverse=reverse)
-    kept = triton_scan.kept_shape(inputs["u"], inputs["A"])
-    monkeypatch.setattr(triton_scan, "KEPT", 2 * triton_scan.KEPT)
-    assert triton_scan.kept_shape(inputs["u"], inputs["A"])[1] < kept[1]
+    kept = scan_triton.kept_shape(inputs["u"], inputs["A"])
+    monkeypatch.setattr(scan_triton, "KEPT", 2 * scan_triton.KEPT)
+    assert scan_triton.kept_shape(inputs["u"], inputs["A"])[1] < kept[1]
     with poisoned():
         assert_same_bits(run(inputs, softplus=True, reverse=reverse), expected)
 
@@ -205,8 +204,8 @@ def test_float64_is_for_the_other_backends() -> None:
 
 @kernels
 def test_more_states_than_a_warp_can_hold_are_for_the_other_backends() -> None:
-    inputs = tokens(b=1, l=2, d=2, n=triton_scan.MOST_STATES + 1, positive=True)
-    with pytest.raises(UserError, match=f"at most {triton_scan.MOST_STATES} states; use backend='torch'"):
+    inputs = tokens(b=1, l=2, d=2, n=scan_triton.MOST_STATES + 1, positive=True)
+    with pytest.raises(UserError, match=f"at most {scan_triton.MOST_STATES} states; use backend='torch'"):
         scan_tokens(**inputs, backend="triton")
     assert_close(scan_tokens(**inputs)[0], reference(inputs)["y"])
 
@@ -215,7 +214,7 @@ def test_without_triton_the_other_backends_serve(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(switch, "_imports", False)
     inputs = tokens(b=1, l=3, d=4, n=2)
     assert "triton" not in available_backends()
-    assert dispatch.chosen_backend(inputs["u"], inputs["A"]) in ("native", "torch")
+    assert scan.chosen_backend(inputs["u"], inputs["A"]) in ("native", "torch")
     with pytest.raises(UserError, match="needs the package triton"):
         scan_tokens(**inputs, backend="triton")
 
@@ -231,9 +230,9 @@ def test_the_kernels_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment_variable_chooses_the_kernels_where_the_caller_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = tokens(b=1, l=3, d=4, n=2)
     launched = []
-    forward = triton_scan.forward
-    monkeypatch.setattr(triton_scan, "forward", lambda *args: launched.append(True) or forward(*args))
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "triton")
+    forward = scan_triton.forward
+    monkeypatch.setattr(scan_triton, "forward", lambda *args: launched.append(True) or forward(*args))
+    monkeypatch.setenv(scan.ENVIRONMENT_VARIABLE, "triton")
     scan_tokens(**inputs)
     assert launched
     scan_tokens(**inputs, backend="torch")
@@ -246,4 +245,4 @@ def test_environment_variable_chooses_the_kernels_where_the_caller_does_not(monk
 def test_on_the_cpu_the_kernels_are_never_chosen_by_themselves() -> None:
     assert "triton" in available_backends()
     u, A = torch.zeros(1, 2, 3), torch.zeros(3, 4)
-    assert dispatch.chosen_backend(u, A) == ("torch" if native.library() is None else "native")
+    assert scan.chosen_backend(u, A) == ("torch" if cpu.library() is None else "native")

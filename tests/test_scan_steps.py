@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
+from mambacl.ops import scan_low_rank
 from mambacl.precision import float32_products
-from mambacl.scan import scan_low_rank
 
 
 def layer(rank: int, width: int, bias: bool = True, seed: int = 3) -> nn.Linear:
@@ -31,7 +31,7 @@ def wanted_steps(dt: Tensor, linear: nn.Linear) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_the_linear_layer(rows, rank, width, bias, dtype) -> None:
-    from mambacl.fused.steps import project_steps
+    from mambacl.ops.kernels.steps import project_steps
 
     linear = layer(rank, width, bias)
     wide = torch.randn(*rows, rank + 7, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
@@ -44,7 +44,7 @@ def test_steps_are_those_of_the_linear_layer(rows, rank, width, bias, dtype) -> 
 
 @kernels
 def test_small_and_large_steps_keep_their_digits() -> None:
-    from mambacl.fused.steps import project_steps
+    from mambacl.ops.kernels.steps import project_steps
 
     raw = torch.linspace(-80, 80, 4001, device=DEVICE)
     nothing, weight = torch.zeros(1, 1, 1, device=DEVICE), torch.ones(len(raw), 1, device=DEVICE)
@@ -55,7 +55,7 @@ def test_small_and_large_steps_keep_their_digits() -> None:
 
 @kernels
 def test_numbers_that_are_none_go_where_softplus_sends_them() -> None:
-    from mambacl.fused.steps import project_steps
+    from mambacl.ops.kernels.steps import project_steps
 
     raw = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], device=DEVICE)
     steps = project_steps(torch.ones(1, 1, 1, device=DEVICE), raw[:, None].contiguous(), None).flatten()
@@ -234,7 +234,7 @@ class TestForReal:
 
     @pytest.mark.parametrize("tf32, tolerance", [(False, 1e-6), (True, 2e-3)])
     def test_at_the_size_of_the_largest_model(self, tf32: bool, tolerance: float) -> None:
-        from mambacl.fused.steps import project_steps
+        from mambacl.ops.kernels.steps import project_steps
 
         linear = layer(48, 2048)
         dt = torch.randn(50, 145, 80, device=DEVICE)[..., :48]

@@ -22,8 +22,7 @@ from scan_help import (
 )
 from torch import Tensor
 
-from mambacl.fused import switch
-from mambacl.scan import dispatch, scan_tokens, selective_scan, triton_scan
+from mambacl.ops import scan, scan_tokens, scan_triton, selective_scan, switch
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def recorded() -> dict[str, Tensor]:
 @pytest.fixture(autouse=True)
 def open_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend forced from outside."""
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(scan.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.delenv(switch.ENVIRONMENT_VARIABLE, raising=False)
 
 
@@ -64,7 +63,7 @@ SHORT = {
     "four tokens, groups": {"b": 1, "l": 4, "d": 12, "n": 5, "groups": 2, "groups_C": 4},
     "five tokens, eight states": {"b": 1, "l": 5, "d": 6, "n": 8, "groups": 2},
     "eight tokens, sixteen states": {"b": 1, "l": 8, "d": 17, "n": 16},
-    "as many states as there may be": {"b": 1, "l": 2, "d": 3, "n": triton_scan.MOST_STATES},
+    "as many states as there may be": {"b": 1, "l": 2, "d": 3, "n": scan_triton.MOST_STATES},
 }
 
 
@@ -162,8 +161,8 @@ def test_slices_of_larger_tensors_give_the_same_bits(dtype: torch.dtype, reverse
 def test_halves_of_a_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.randn(1, 3, 12, device=DEVICE)
     seen = []
-    prepared = triton_scan._prepared
-    monkeypatch.setattr(triton_scan, "_prepared", lambda *args: seen.append(prepared(*args)) or prepared(*args))
+    prepared = scan_triton._prepared
+    monkeypatch.setattr(scan_triton, "_prepared", lambda *args: seen.append(prepared(*args)) or prepared(*args))
     inputs = tokens(b=1, l=3, d=6, n=2)
     inputs["u"], inputs["delta"] = wide.chunk(2, dim=-1)
     run(inputs)
@@ -298,8 +297,8 @@ def test_frozen_inputs_change_nothing_for_the_others(trained: tuple[str, ...], m
     inputs = tokens(b=1, l=5, d=5, n=3)
     expected = run(inputs, softplus=True)
     summed = []
-    backward = triton_scan.backward
-    monkeypatch.setattr(triton_scan, "backward", lambda *a, **o: summed.append(o["need_A"]) or backward(*a, **o))
+    backward = scan_triton.backward
+    monkeypatch.setattr(scan_triton, "backward", lambda *a, **o: summed.append(o["need_A"]) or backward(*a, **o))
     found = run(inputs, softplus=True, trained=trained)
     assert_same_bits(found, {name: expected[name] for name in ("y", "last", *trained)})
     assert summed == ["A" in trained]  # a frozen A has no sums taken for it

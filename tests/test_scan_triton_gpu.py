@@ -9,8 +9,7 @@ from scan_help import INPUTS, ROUNDING, assert_close, assert_same_bits, run, slo
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.fused import switch
-from mambacl.scan import available_backends, dispatch, native, scan_tokens, triton_scan
+from mambacl.ops import available_backends, cpu, scan, scan_tokens, scan_triton, switch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")]
 GIB = 2**30
@@ -27,7 +26,7 @@ REAL = {
 @pytest.fixture(autouse=True)
 def open_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend forced from outside."""
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(scan.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.delenv(switch.ENVIRONMENT_VARIABLE, raising=False)
 
 
@@ -94,7 +93,7 @@ def test_more_than_two_to_the_31_elements(reverse: bool) -> None:
     needs_memory(100)
     inputs = large(b=1100, l=1000, d=2048, n=16, dtype=torch.bfloat16)
     assert inputs["u"].numel() > 2**31
-    assert torch.Size(triton_scan.kept_shape(inputs["u"], inputs["A"])).numel() > 2**31
+    assert torch.Size(scan_triton.kept_shape(inputs["u"], inputs["A"])).numel() > 2**31
     compare_some_images(inputs, torch.bfloat16, reverse)
 
 
@@ -118,21 +117,21 @@ def test_an_image_does_not_depend_on_the_rest_of_the_batch_at_real_size() -> Non
 def test_auto_takes_the_kernels_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     u, A = torch.zeros(1, 2, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
     assert "triton" in available_backends()
-    assert dispatch.chosen_backend(u, A) == "triton"
-    assert dispatch.chosen_backend(u, A, dtype=torch.float64) == "torch"
-    assert dispatch.chosen_backend(u, torch.zeros(3, triton_scan.MOST_STATES + 1, device=DEVICE)) == "torch"
-    assert dispatch.chosen_backend(u.cpu(), A.cpu()) == ("torch" if native.library() is None else "native")
+    assert scan.chosen_backend(u, A) == "triton"
+    assert scan.chosen_backend(u, A, dtype=torch.float64) == "torch"
+    assert scan.chosen_backend(u, torch.zeros(3, scan_triton.MOST_STATES + 1, device=DEVICE)) == "torch"
+    assert scan.chosen_backend(u.cpu(), A.cpu()) == ("torch" if cpu.library() is None else "native")
     with switch.plain():
-        assert dispatch.chosen_backend(u, A) == "torch"
-        assert dispatch.chosen_backend(u, A, "triton") == "triton"  # the caller's own choice stands
+        assert scan.chosen_backend(u, A) == "torch"
+        assert scan.chosen_backend(u, A, "triton") == "triton"  # the caller's own choice stands
     monkeypatch.setenv(switch.ENVIRONMENT_VARIABLE, "1")
-    assert dispatch.chosen_backend(u, A) == "torch"
+    assert scan.chosen_backend(u, A) == "torch"
     monkeypatch.delenv(switch.ENVIRONMENT_VARIABLE)
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "torch")
-    assert dispatch.chosen_backend(u, A) == "torch"
+    monkeypatch.setenv(scan.ENVIRONMENT_VARIABLE, "torch")
+    assert scan.chosen_backend(u, A) == "torch"
     monkeypatch.setattr(switch, "_imports", False)
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE)
-    assert dispatch.chosen_backend(u, A) == "torch"
+    monkeypatch.delenv(scan.ENVIRONMENT_VARIABLE)
+    assert scan.chosen_backend(u, A) == "torch"
 
 
 def test_the_plain_switch_leads_to_the_same_numbers() -> None:

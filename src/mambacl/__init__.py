@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.errors import UserError
     from mambacl.nullspace import NullSpace
+    from mambacl.ops import selective_scan
     from mambacl.reports import write_report as report
-    from mambacl.scan import selective_scan
     from mambacl.training.recorded import recorded
     from mambacl.training.run import Run, audit, evaluate, resume, train
 
@@ -21,7 +21,7 @@ _HOMES = {
     "create_model": "mambacl.backbones",
     "list_models": "mambacl.backbones",
     "NullSpace": "mambacl.nullspace",
-    "selective_scan": "mambacl.scan",
+    "selective_scan": "mambacl.ops",
     "Run": "mambacl.training.run",
     "UserError": "mambacl.errors",
     "audit": "mambacl.training.run",

@@ -13,18 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl import fused
-from mambacl.backbones.layers import (
-    PatchEmbed,
-    RMSNorm,
-    at_least_float32,
-    drop_path,
-    full_precision,
-    refuse_other_pooling,
-)
+from mambacl import ops
+from mambacl.backbones.layers import PatchEmbed, RMSNorm, drop_path, refuse_other_pooling
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
-from mambacl.scan import scan_low_rank, scan_tokens
+from mambacl.ops.precision import at_least_float32, full_precision
 
 
 @dataclass(frozen=True)
@@ -137,23 +130,23 @@ class Mixer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         config = self.config
-        x, z = fused.halves(self.in_proj, tokens)  # 1. (b, l, d) each, as everything below
-        x = fused.causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)  # 2.
+        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, d) each, as everything below
+        x = ops.causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)  # 2.
         dt, BC = self.x_proj(x).split([config.time_step_rank, 2 * config.state_size], dim=-1)  # 3.
         with full_precision(x):
             B, C = self.rotate(BC.unflatten(-1, (2, -1))).split(1, dim=2)  # 4. (b, l, 1, n)
             # 5. delta = softplus(dt_proj(dt)), and 6. with A = -exp(A_log)
             if config.delta_scale_factor == 1.0:
-                y, _ = scan_low_rank(x, dt, self.dt_proj, self.A_log, B, C)
+                y, _ = ops.scan_low_rank(x, dt, self.dt_proj, self.A_log, B, C)
             else:
                 delta = F.softplus(at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype))))
-                y, _ = scan_tokens(x, delta / config.delta_scale_factor, self.A_log, B, C, log_A=True)
-            y = fused.gated_group_norm(y, x, self.D, z, config.group_norm_size, 1e-6, z.dtype)  # 7. and 8.
+                y, _ = ops.scan_tokens(x, delta / config.delta_scale_factor, self.A_log, B, C, log_A=True)
+            y = ops.gated_group_norm(y, x, self.D, z, config.group_norm_size, 1e-6, z.dtype)  # 7. and 8.
         return self.out_proj(y)  # 9.
 
     def rotate(self, M: Tensor) -> Tensor:
         """Rotary embedding of B and C, (b, l, m, n) of m matrices, over the states."""
-        return at_least_float32(M) if self.freq is None else fused.rotate(M, self.freq, self.config.rope_scale_factor)
+        return at_least_float32(M) if self.freq is None else ops.rotate(M, self.freq, self.config.rope_scale_factor)
 
 
 class Block(nn.Module):

@@ -1,22 +1,10 @@
 """Small pieces that several backbones share."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor, nn
 
-from mambacl import fused
+from mambacl import ops
 from mambacl.errors import UserError
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision up to float32; float32 and float64 as they are."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast switched off where x lives. On the meta device, which knows no autocast, nothing."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
 class RMSNorm(nn.Module):
@@ -31,8 +19,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         if self.before_linear and device != "meta" and torch.is_autocast_enabled(device):
-            return fused.rms_norm(x, self.weight, self.eps, torch.get_autocast_dtype(device))
-        return fused.rms_norm(x, self.weight, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps, torch.get_autocast_dtype(device))
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:

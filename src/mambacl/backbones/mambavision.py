@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl import fused
-from mambacl.backbones.layers import at_least_float32, drop_path, full_precision, refuse_other_pooling
+from mambacl import ops
+from mambacl.backbones.layers import drop_path, refuse_other_pooling
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.log import logger
-from mambacl.scan import scan_tokens
+from mambacl.ops.precision import at_least_float32, full_precision
 
 LICENCE = "CC-BY-NC-SA-4.0, non-commercial"
 PerStage = tuple[int, ...] | list[int]
@@ -90,15 +90,17 @@ class MambaVisionMixer(nn.Module):
         self.conv1d_z = nn.Conv1d(inner, inner, config.d_conv, groups=inner, padding="same", bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = fused.halves(self.in_proj, tokens)  # 1. (b, l, h) each
-        x = fused.causal_conv_silu(x, self.conv1d_x.weight.squeeze(1), same=True)  # 2.
-        z = fused.causal_conv_silu(z, self.conv1d_z.weight.squeeze(1), same=True)
+        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, h) each
+        x = ops.causal_conv_silu(x, self.conv1d_x.weight.squeeze(1), same=True)  # 2.
+        z = ops.causal_conv_silu(z, self.conv1d_z.weight.squeeze(1), same=True)
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
         dt, B, C = projected.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         with full_precision(x):
             # The bias enters twice, as the public weights were trained.
             steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias)  # 4.
-            y, _ = scan_tokens(x, steps, self.A_log, B.unsqueeze(2), C.unsqueeze(2), log_A=True, softplus=True)  # 5.
+            y, _ = ops.scan_tokens(
+                x, steps, self.A_log, B.unsqueeze(2), C.unsqueeze(2), log_A=True, softplus=True
+            )  # 5.
             y = torch.addcmul(y, at_least_float32(self.D), at_least_float32(x))
             y = torch.cat((y, at_least_float32(z)), dim=-1)  # 6. (b, l, 2 h); no gate
         return self.out_proj(y.to(tokens.dtype))  # 7.

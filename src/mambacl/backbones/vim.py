@@ -13,18 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl import fused
-from mambacl.backbones.layers import (
-    RMSNorm,
-    at_least_float32,
-    drop_path,
-    full_precision,
-    refuse_other_pooling,
-)
+from mambacl import ops
+from mambacl.backbones.layers import RMSNorm, drop_path, refuse_other_pooling
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
-from mambacl.fused.halves import is_plain
-from mambacl.scan import scan_low_rank, scan_tokens, scans_by_kernel
+from mambacl.ops.linear import is_plain
+from mambacl.ops.precision import at_least_float32, full_precision
 
 FIXED = {  # options of the public code that no public model sets otherwise
     "rms_norm": True,
@@ -133,8 +127,8 @@ class Mixer(nn.Module):
         self.out_proj.weight /= math.sqrt(self.config.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = fused.halves(self.in_proj, tokens)  # 1. (b, l, d) each
-        y = self.in_place(x, z) if self.unobserved() and scans_by_kernel(x, self.A_log) else self.joined(x, z)
+        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, d) each
+        y = self.in_place(x, z) if self.unobserved() and ops.scans_by_kernel(x, self.A_log) else self.joined(x, z)
         return self.out_proj(y.to(tokens.dtype))  # 8.
 
     def joined(self, x: Tensor, z: Tensor) -> Tensor:
@@ -146,7 +140,7 @@ class Mixer(nn.Module):
             x, steps, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
             A = torch.cat((self.A_log, self.A_b_log))
             B, C = B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1))
-            y, _ = scan_tokens(x, steps, A, B, C, log_A=True, softplus=True)  # 5.
+            y, _ = ops.scan_tokens(x, steps, A, B, C, log_A=True, softplus=True)  # 5.
             y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), at_least_float32(x))  # 6.
             y_ahead, y_back = y.chunk(2, dim=-1)
             # Both directions have the same gate, the backward one flipped: it is applied once, to their sum.
@@ -159,12 +153,12 @@ class Mixer(nn.Module):
             (False, self.conv1d, self.x_proj, self.dt_proj, self.A_log, self.D),
             (True, self.conv1d_b, self.x_proj_b, self.dt_proj_b, self.A_b_log, self.D_b),
         ):
-            u = fused.causal_conv_silu(x, conv.weight.squeeze(1), conv.bias, reverse=reverse, backend=backend)  # 2.
+            u = ops.causal_conv_silu(x, conv.weight.squeeze(1), conv.bias, reverse=reverse, backend=backend)  # 2.
             dt, B, C = x_proj(u).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
             with full_precision(x):
                 B, C = B.unsqueeze(2), C.unsqueeze(2)
-                y, _ = scan_low_rank(u, dt, dt_proj, A_log, B, C, backend, reverse=reverse)  # 4. and 5.
-                gated.append(fused.skip_gate(y, u, D, z, backend=backend))  # 6. and 7.
+                y, _ = ops.scan_low_rank(u, dt, dt_proj, A_log, B, C, backend, reverse=reverse)  # 4. and 5.
+                gated.append(ops.skip_gate(y, u, D, z, backend=backend))  # 6. and 7.
         with full_precision(x):
             return torch.lerp(gated[0], gated[1], 0.5)
 
@@ -174,7 +168,7 @@ class Mixer(nn.Module):
 
     def select(self, u: Tensor, conv: nn.Conv1d, x_proj: nn.Module, dt_proj: nn.Linear) -> tuple[Tensor, ...]:
         """What a direction's scan takes: x and its steps before the softplus (b, l, d), B and C (b, l, n)."""
-        x = fused.causal_conv_silu(u, conv.weight.squeeze(1), conv.bias)  # 2.
+        x = ops.causal_conv_silu(u, conv.weight.squeeze(1), conv.bias)  # 2.
         dt, B, C = x_proj(x).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
         with full_precision(x):
             steps = at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype)))  # 4.

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import at_least_float32, drop_path, full_precision, refuse_other_pooling
+from mambacl import ops
+from mambacl.backbones.layers import drop_path, refuse_other_pooling
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
-from mambacl.scan import scan_tokens
-
-DIRECTIONS = 4  # row by row, column by column, and both backwards
+from mambacl.ops.cross import DIRECTIONS, cross_merge, cross_scan, scan_map
+from mambacl.ops.precision import at_least_float32, full_precision
 
 ALLOWED: dict[str, tuple[object, ...]] = {  # what the public models use
     "forward_type": ("v05_noz", "v0"),
@@ -122,19 +122,6 @@ class ChannelsLast(nn.Module):
         return x.permute(0, 2, 3, 1)
 
 
-def cross_scan(maps: Tensor) -> Tensor:
-    """One map a direction, (b, h, w, 4, f), as tokens in the order of that direction, (b, l, 4, f)."""
-    rows, columns = maps[..., 0::2, :], maps[..., 1::2, :].transpose(1, 2)
-    ahead, back = torch.stack((rows.flatten(1, 2), columns.flatten(1, 2)), dim=3).unbind(2)
-    return torch.cat((ahead, back.flip(1)), dim=2)
-
-
-def cross_merge(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The sum over the directions, (b, l, 4, f), put back where the tokens came from: (b, h, w, f)."""
-    rows, columns = (tokens[:, :, :2] + tokens[:, :, 2:].flip(1)).unbind(2)
-    return rows.unflatten(1, (height, width)) + columns.unflatten(1, (width, height)).transpose(1, 2)
-
-
 class SS2D(nn.Module):
     """The selective SSM of one block, over the image in four directions that each have their own parameters.
 
@@ -177,17 +164,31 @@ class SS2D(nn.Module):
         if self.gated:
             x, z = x.chunk(2, dim=-1)
         x = self.act(self.conv2d(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
-        u, steps, B, C = self.scan_inputs(x)
+        y = self.in_place(x) if ops.scans_by_kernel(x, self.A_logs) else self.in_order(x)
         with full_precision(x):
-            y, _ = scan_tokens(u, steps, self.A_logs, B, C, log_A=True, softplus=True)  # (b, l, 4 d)
-            y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
-            # Every direction adds its own D * x, of the same x once the tokens are back in their places.
-            D = at_least_float32(self.Ds).unflatten(0, (DIRECTIONS, -1)).sum(0)
-            y = torch.addcmul(y, D, at_least_float32(x))
             y = self.out_norm(y.to(self.out_norm.weight.dtype)).to(image.dtype)
         if self.gated:
             y = y * F.silu(z)
         return self.out_proj(y)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """The sum of the four scans of x, tokens copied into the order of each."""
+        u, steps, B, C = self.scan_inputs(x)
+        with full_precision(x):
+            y, _ = ops.scan_tokens(u, steps, self.A_logs, B, C, log_A=True, softplus=True)  # (b, l, 4 d)
+            y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
+            # Every direction adds its own D * x, of the same x once the tokens are back in their places.
+            D = at_least_float32(self.Ds).unflatten(0, (DIRECTIONS, -1)).sum(0)
+            return torch.addcmul(y, D, at_least_float32(x))
+
+    def in_place(self, x: Tensor, backend: str = "auto") -> Tensor:
+        """The same by a kernel that reads each order where the tokens lie."""
+        projected = F.linear(x, self.x_proj_weight.flatten(0, 1)).unflatten(3, (DIRECTIONS, -1))
+        with full_precision(x):
+            dt, B, C = projected.split([self.rank, self.states, self.states], dim=-1)
+            weight = self.dt_projs_weight.to(torch.promote_types(dt.dtype, self.dt_projs_weight.dtype))
+            steps = torch.einsum("bhwkr,kdr->bhwkd", dt.to(weight.dtype), weight)
+            return scan_map(x, steps, self.A_logs, B, C, self.Ds, self.dt_projs_bias.flatten(), backend)
 
     def scan_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """From x (b, h, w, d): u and its steps before the softplus (b, l, 4 d), B and C (b, l, 4, n), each direction in

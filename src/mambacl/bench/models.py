@@ -15,8 +15,8 @@ from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
+from mambacl.ops.scan import ENVIRONMENT_VARIABLE
 from mambacl.precision import float32_products
-from mambacl.scan.dispatch import ENVIRONMENT_VARIABLE
 from mambacl.training.display import Display
 from mambacl.training.loop import Loop
 from mambacl.training.recipe import Recipe
@@ -88,7 +88,7 @@ def products(name: str) -> AbstractContextManager[None]:
 def without_kernels() -> Iterator[None]:
     """Plain PyTorch everywhere: the twins of the fused kernels, and the PyTorch scan."""
     try:
-        from mambacl.fused.switch import plain
+        from mambacl.ops.switch import plain
     except ImportError:
         plain = nullcontext  # type: ignore[assignment]
     before = os.environ.get(ENVIRONMENT_VARIABLE)

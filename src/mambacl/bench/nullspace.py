@@ -17,12 +17,12 @@ from mambacl.bench.models import PROTECTED, build, free_memory, pixels, setting
 from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Case, Sizes
 from mambacl.bench.timing import Clock
-from mambacl.fused.switch import serves
 from mambacl.nullspace import NullSpace, dense_projector
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.gathering import Gathered, Key
 from mambacl.nullspace.plan import Plan, make_plan
 from mambacl.nullspace.projectors import decompose
+from mambacl.ops.switch import serves
 
 SETTINGS = ("paper", "exact")
 SAMPLE = 20  # parameters whose SVD is timed; the rest is taken to be alike

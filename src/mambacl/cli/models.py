@@ -38,9 +38,9 @@ def plan(arguments: Sequence[str]) -> int:
     import torch
 
     from mambacl.backbones import create_model
-    from mambacl.fused.switch import serves
     from mambacl.nullspace import NullSpace
     from mambacl.nullspace.plan import make_plan
+    from mambacl.ops.switch import serves
     from mambacl.reports.plans import plan_text
     from mambacl.training.run import pick_device
 

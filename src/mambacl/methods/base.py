@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.layers import at_least_float32, full_precision
 from mambacl.classifiers import SeparateHeads
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace import Setting
+from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
 
 __all__ = ["METHODS", "HeadPerTask", "Method", "NoOptions", "Setup", "Task"]

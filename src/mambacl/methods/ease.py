@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.layers import at_least_float32, full_precision
 from mambacl.classifiers.cosine import CosineHead
 from mambacl.classifiers.subspaces import class_sums, completed, completed_by_later, ensemble, weights_of_subspaces
 from mambacl.errors import UserError
 from mambacl.methods.base import METHODS, Method, Setup, Task
 from mambacl.methods.bottleneck import AdapterOptions, AdapterSets
+from mambacl.ops.precision import at_least_float32, full_precision
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mambacl.fused.switch import takes_kernel
 from mambacl.nullspace.adapters import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
+from mambacl.ops.switch import takes_kernel
 from mambacl.precision import float32_products
 
 ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once, and

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import as_exact_as_float32, launch
+from mambacl.ops.kernels.launch import as_exact_as_float32, launch
 
 
 @triton.jit

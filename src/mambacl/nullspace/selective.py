@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.backbones.defocus import Mixer
-from mambacl.backbones.layers import at_least_float32, full_precision
 from mambacl.nullspace.adapters import ADAPTERS, Block, Part, Record, batched, first_tensor
 from mambacl.nullspace.covariance import Features
+from mambacl.ops.precision import at_least_float32, full_precision
 
 
 def has(module: nn.Module, *names: str) -> bool:

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mambacl.fused import switch
 from mambacl.log import logger
+from mambacl.ops import switch
 from mambacl.training.step import SHARE, Recorder
 
 MOST = 4  # shapes that are recorded: each keeps its results and images on the GPU

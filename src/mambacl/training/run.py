@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from mambacl import fused
+from mambacl import ops
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import HEADS, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
@@ -437,7 +437,7 @@ def _arithmetic(config: RunConfig) -> Iterator[None]:
     """How a run computes: with kernels or their plain twins, with or without TF32, which is more than bf16 has."""
     with (
         nullcontext() if config.precision == "float32" else float32_products(tf32=True),
-        nullcontext() if config.fast else fused.switch.plain(),
+        nullcontext() if config.fast else ops.switch.plain(),
     ):
         yield
 

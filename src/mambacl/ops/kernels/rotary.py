@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import launch
+from mambacl.ops.kernels.launch import launch
 
 TILE = 1024  # values of a program
 

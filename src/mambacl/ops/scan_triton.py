@@ -73,8 +73,8 @@ def forward(
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, last state and, unless `keep` is false, the states for the backward. With `log_A`, A holds log(-A)."""
-    from mambacl.fused.launch import launch
-    from mambacl.scan.triton_kernels import scan_forward
+    from mambacl.ops.kernels.launch import launch
+    from mambacl.ops.kernels.scan import scan_forward
 
     u, delta, A, B, C = _prepared(u, delta, A, B, C)
     y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
@@ -100,8 +100,8 @@ def backward(
     """Gradients of all inputs, those of u and delta in their types, the others in float32. With `softplus`, delta is
     one, and its gradient that of what went into it; with `log_A`, A holds log(-A), and its gradient is that of it.
     Without `need_A` there are no sums for A."""
-    from mambacl.fused.launch import launch
-    from mambacl.scan.triton_kernels import scan_backward
+    from mambacl.ops.kernels.launch import launch
+    from mambacl.ops.kernels.scan import scan_backward
 
     u, delta, A, B, C = _prepared(u, delta, A, B, C)
     dy = dy if dy.stride(2) == 1 else dy.contiguous()
@@ -163,8 +163,8 @@ def _ends(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What each piece makes of nothing, (b, pieces, n, d), and the sums of its deltas, (b, pieces, d): those of all
     segments but the last; backward, of all but the first."""
-    from mambacl.fused.launch import launch
-    from mambacl.scan.triton_kernels import scan_ends
+    from mambacl.ops.kernels.launch import launch
+    from mambacl.ops.kernels.scan import scan_ends
 
     length = x.shape[1]
     first = split.pieces if backward else 0

@@ -1,10 +1,7 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 """The steps of a scan from their low-rank form, softplus(dt W^T + b), in float32 and written once.
 
-    softplus(x) = max(x, 0) + log(1 + e),   e = exp(-|x|),   log(1 + e) = 2 artanh(e / (2 + e))
-
-so that small steps, of which a GPU's own logarithm of 1 + e would leave three digits, keep all of theirs. There is no
-backward of its own: the scan's gives the gradient with regard to what went into the softplus.
+There is no backward here: the scan's gives the gradient with regard to what went into the softplus.
 """
 
 import torch
@@ -12,25 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import as_exact_as_float32, as_rows, launch
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.693359375)  # its leading bits, few enough for exact products with small numbers, and the rest
-LN2_REST = tl.constexpr(-2.12194440054690583e-4)
-
-
-@triton.jit
-def _softplus(x):
-    size = -tl.abs(x)
-    size = tl.where(size < -200.0, -200.0, size)  # infinity too, of which an exponent would be no number
-    whole = tl.floor(size * LOG2E + 0.5)
-    rest = (size - whole * LN2) - whole * LN2_REST
-    e = tl.exp2(whole) * tl.exp2(rest * LOG2E)
-    s = e / (2 + e)
-    q = s * s  # at most 1 / 9
-    series = 1 / 13 + q * (1 / 15 + q * (1 / 17))
-    series = 1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * series)))
-    return tl.maximum(x, 0.0) + 2 * s * (1 + q * (1 / 3 + q * series))
+from mambacl.ops.kernels.launch import as_exact_as_float32, as_rows, launch
+from mambacl.ops.kernels.softplus import softplus
 
 
 @triton.jit
@@ -49,7 +29,7 @@ def _forward(
         acc = tl.dot(a.to(tl.float32), w, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + column, mask=column < D, other=0.0)
-    tl.store(steps + row * D + column, _softplus(acc), mask=(row < rows) & (column < D))
+    tl.store(steps + row * D + column, softplus(acc), mask=(row < rows) & (column < D))
 
 
 def project_steps(dt: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.fused.launch import accumulator, as_rows, launch, row_blocks, torch_type
+from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, torch_type
 
 TILE = 1024  # values; 8 for each thread of four warps
 

@@ -8,22 +8,22 @@ from functools import partial
 
 import pytest
 import torch
-from fused_help import TOLERANCES, compare, differentiated, half, normal
 from kernels_help import DEVICE, captured, gpu, kernels
+from ops_help import TOLERANCES, compare, differentiated, half, normal
 from torch import Tensor
 
-from mambacl import fused
+from mambacl import ops
 from mambacl.errors import UserError
-from mambacl.fused import plain, switch
+from mambacl.ops import conv, gate, norm, switch
 
 
 @kernels
 def test_programs_that_walk_through_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("mambacl.fused.launch"), "MOST_PARTIALS", 2)
-    norms = partial(fused.rms_norm, eps=1e-5), partial(plain.rms_norm, eps=1e-5)
+    monkeypatch.setattr(importlib.import_module("mambacl.ops.kernels.launch"), "MOST_PARTIALS", 2)
+    norms = partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5)
     compare(*norms, [normal(37, 192), normal(192)], 1e-11)  # 10 tiles, up to 8 a program
     for group in (0, 64):
-        gates = (partial(f, group=group, eps=1e-6) for f in (fused.gated_group_norm, plain.gated_group_norm))
+        gates = (partial(f, group=group, eps=1e-6) for f in (ops.gated_group_norm, gate.gated_group_norm_plain))
         compare(*gates, [normal(2, 39, 64), normal(2, 39, 64), normal(64), half(2, 39, 64)], 1e-11)
 
 
@@ -45,15 +45,15 @@ def test_values_that_are_not_finite_stay_where_they_are(value: float) -> None:
 
     for options in ({}, {"reverse": True}, {"same": True}):
         inputs = [normal(1, 41, 3), normal(3, 4), normal(3)]
-        same_places(partial(fused.causal_conv_silu, **options), partial(plain.causal_conv_silu, **options), inputs)
+        same_places(partial(ops.causal_conv_silu, **options), partial(conv.causal_conv_silu_plain, **options), inputs)
     last = normal(1, 34, 3)
     last[:, -1] = value
-    same_places(fused.causal_conv_silu, plain.causal_conv_silu, [last, normal(3, 4)])
+    same_places(ops.causal_conv_silu, conv.causal_conv_silu_plain, [last, normal(3, 4)])
     for group in (0, 4):
         inputs = [normal(2, 3, 8), normal(2, 3, 8), normal(8), normal(2, 3, 8)]
         options = {"group": group, "eps": 1e-6}
-        same_places(partial(fused.gated_group_norm, **options), partial(plain.gated_group_norm, **options), inputs)
-    norms = partial(fused.rms_norm, eps=1e-5), partial(plain.rms_norm, eps=1e-5)
+        same_places(partial(ops.gated_group_norm, **options), partial(gate.gated_group_norm_plain, **options), inputs)
+    norms = partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5)
     same_places(*norms, [normal(3, 5), normal(5)])
 
 
@@ -62,8 +62,8 @@ def test_values_that_are_not_finite_stay_where_they_are(value: float) -> None:
 def test_tokens_that_do_not_exist_have_no_gradient() -> None:
     x, weight = normal(1, 9, 3), normal(3, 4)
     x[:, -1], weight[:, 2] = 1e300, 1e10  # the convolution overflows, but only after the end
-    function = partial(fused.causal_conv_silu, backend="triton")
-    found, wanted = differentiated(function, [x, weight]), differentiated(plain.causal_conv_silu, [x, weight])
+    function = partial(ops.causal_conv_silu, backend="triton")
+    found, wanted = differentiated(function, [x, weight]), differentiated(conv.causal_conv_silu_plain, [x, weight])
     for ours, theirs in zip(found, wanted, strict=True):
         assert theirs.isfinite().all()
         torch.testing.assert_close(ours, theirs)
@@ -82,13 +82,13 @@ def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", spy)
-    fused.causal_conv_silu(x, weight, bias, backend="triton").sum().backward()
+    ops.causal_conv_silu(x, weight, bias, backend="triton").sum().backward()
     assert allocated == [288, 288, 0, 0]  # output, dx, nothing for weight and bias
     allocated.clear()
-    fused.gated_group_norm(y, x, bias, z, 4, 1e-6, backend="triton").sum().backward()
+    ops.gated_group_norm(y, x, bias, z, 4, 1e-6, backend="triton").sum().backward()
     assert allocated == [288, 288, 288, 288, 0]
     allocated.clear()
-    fused.rms_norm(x, bias, 1e-5, backend="triton").sum().backward()
+    ops.rms_norm(x, bias, 1e-5, backend="triton").sum().backward()
     assert allocated == [288, 288, 0]
     assert weight.grad is None and bias.grad is None
 
@@ -97,8 +97,8 @@ def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_frozen_weight_beside_a_trained_bias() -> None:
     x, weight = half(2, 9, 16), normal(16, 4)
     compare(
-        lambda x, b, **o: fused.causal_conv_silu(x, weight, b, **o),
-        lambda x, b: plain.causal_conv_silu(x, weight, b),
+        lambda x, b, **o: ops.causal_conv_silu(x, weight, b, **o),
+        lambda x, b: conv.causal_conv_silu_plain(x, weight, b),
         [x, normal(16)],
         1e-12,
     )
@@ -107,7 +107,7 @@ def test_a_frozen_weight_beside_a_trained_bias() -> None:
 @kernels
 def test_the_same_bits_each_time() -> None:
     inputs = [normal(2, 40, 40, dtype=torch.float32), normal(40, 4), normal(40)]
-    first, second = (differentiated(partial(fused.causal_conv_silu, backend="triton"), inputs) for _ in range(2))
+    first, second = (differentiated(partial(ops.causal_conv_silu, backend="triton"), inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -120,10 +120,10 @@ def calls(dtype: torch.dtype = torch.float32) -> list[tuple[Callable[..., Tensor
         normal(16),
     )
     return [
-        (fused.causal_conv_silu, [x, normal(16, 4, dtype=dtype), vector.to(dtype)]),
-        (partial(fused.gated_group_norm, group=4, eps=1e-6), [y, x, vector.to(dtype), z]),
-        (fused.skip_gate, [y, x, vector.to(dtype), z]),
-        (partial(fused.rms_norm, eps=1e-5), [x, vector.to(dtype)]),
+        (ops.causal_conv_silu, [x, normal(16, 4, dtype=dtype), vector.to(dtype)]),
+        (partial(ops.gated_group_norm, group=4, eps=1e-6), [y, x, vector.to(dtype), z]),
+        (ops.skip_gate, [y, x, vector.to(dtype), z]),
+        (partial(ops.rms_norm, eps=1e-5), [x, vector.to(dtype)]),
     ]
 
 
@@ -215,7 +215,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
     code = """
 import sys
 sys.modules["triton"] = None  # from here on, importing it fails
-import mambacl.fused, mambacl.fused.ops
+import mambacl.ops
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -223,12 +223,12 @@ import mambacl.fused, mambacl.fused.ops
 def test_mistakes_get_a_sentence() -> None:
     x, vector = normal(2, 3, 8), normal(8)
     mistakes = [
-        lambda: fused.causal_conv_silu(x, normal(7, 4)),
-        lambda: fused.causal_conv_silu(x, normal(8, 4), normal(7)),
-        lambda: fused.gated_group_norm(x, x, vector, x[:, :2], 4, 1e-6),
-        lambda: fused.gated_group_norm(x, x, vector, x, 3, 1e-6),
-        lambda: fused.rms_norm(x, normal(7), 1e-5),
-        lambda: fused.rms_norm(x, vector, 1e-5, backend="cuda"),
+        lambda: ops.causal_conv_silu(x, normal(7, 4)),
+        lambda: ops.causal_conv_silu(x, normal(8, 4), normal(7)),
+        lambda: ops.gated_group_norm(x, x, vector, x[:, :2], 4, 1e-6),
+        lambda: ops.gated_group_norm(x, x, vector, x, 3, 1e-6),
+        lambda: ops.rms_norm(x, normal(7), 1e-5),
+        lambda: ops.rms_norm(x, vector, 1e-5, backend="cuda"),
     ]
     for mistake in mistakes:
         with pytest.raises(UserError):
@@ -239,7 +239,7 @@ def test_mistakes_get_a_sentence() -> None:
 def test_the_kernels_want_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match="CUDA"):
-        fused.rms_norm(normal(2, 8), normal(8), 1e-5, backend="triton")
+        ops.rms_norm(normal(2, 8), normal(8), 1e-5, backend="triton")
 
 
 class TestOnTheGpu:
@@ -279,11 +279,13 @@ class TestOnTheGpu:
     def test_real_sizes(self, batch: int, length: int, width: int, dtype: torch.dtype) -> None:
         shape, tolerance = (batch, length, width), TOLERANCES[dtype]
         conv = [half(*shape, dtype=dtype), normal(width, 4, dtype=torch.float32), normal(width, dtype=torch.float32)]
-        compare(fused.causal_conv_silu, plain.causal_conv_silu, conv, 2 * tolerance)
+        compare(ops.causal_conv_silu, conv.causal_conv_silu_plain, conv, 2 * tolerance)
         gate = [normal(*shape, dtype=torch.float32), conv[0], conv[2], half(*shape, dtype=dtype)]
         options = {"group": 64, "eps": 1e-6}
-        compare(partial(fused.gated_group_norm, **options), partial(plain.gated_group_norm, **options), gate, tolerance)
-        norms = partial(fused.rms_norm, eps=1e-5), partial(plain.rms_norm, eps=1e-5)
+        compare(
+            partial(ops.gated_group_norm, **options), partial(gate.gated_group_norm_plain, **options), gate, tolerance
+        )
+        norms = partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5)
         compare(*norms, [conv[0], conv[2]], 2 * tolerance)
 
     def test_more_than_two_to_the_31_elements(self) -> None:
@@ -294,9 +296,9 @@ class TestOnTheGpu:
         tail.copy_(torch.randn_like(tail))
         weight, D = normal(1024, 4, dtype=torch.float32), normal(1024, dtype=torch.float32)
         for function, args in (
-            (fused.causal_conv_silu, (weight,)),
-            (lambda x, D: fused.gated_group_norm(x, x, D, x, 64, 1e-6), (D,)),
-            (partial(fused.rms_norm, eps=1e-5, dtype=torch.bfloat16), (D,)),
+            (ops.causal_conv_silu, (weight,)),
+            (lambda x, D: ops.gated_group_norm(x, x, D, x, 64, 1e-6), (D,)),
+            (partial(ops.rms_norm, eps=1e-5, dtype=torch.bfloat16), (D,)),
         ):
             with switch.plain():
                 wanted = function(tail, *args)

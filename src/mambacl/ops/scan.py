@@ -1,7 +1,9 @@
-"""`selective_scan`: checks the inputs, picks a backend, adds what surrounds the recurrence (D, z, bias, softplus).
+"""`selective_scan`: checks the inputs, picks a backend, runs the recurrence and what surrounds it (D, z, bias,
+softplus).
 
-The recurrence itself is a PyTorch operator with a registered backward (`operators`), so that `torch.compile` takes it
-as a whole.
+A backend is a module with `forward`, `backward` and `kept_shape`. The recurrence is one PyTorch operator with a
+registered backward, so that `torch.compile` takes it as a whole. `triton` and `native` do everything inside their
+kernels; `torch` does the recurrence alone, and plain PyTorch the rest.
 """
 
 import math
@@ -11,23 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl import fused
 from mambacl.errors import UserError
-from mambacl.fused.halves import is_plain
-from mambacl.scan import native, operators, triton_scan
-from mambacl.scan.reference import selective_scan_reference
+from mambacl.ops import cpu, scan_triton, switch
+from mambacl.ops.linear import is_plain
+from mambacl.ops.precision import full_precision
+from mambacl.ops.scan_operator import scan
+from mambacl.ops.scan_reference import selective_scan_reference
 
 ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # forces a backend wherever the caller left the choice open
 
 
 def available_backends() -> list[str]:
     """The values of `backend` that work on this machine."""
-    compiled = ["native"] if native.library() is not None else []
+    compiled = ["native"] if cpu.built() else []
     return ["auto", "reference", "torch", *compiled] + (["triton"] if _triton_runs() else [])
 
 
 def _triton_runs() -> bool:
-    return fused.switch.available() and (torch.cuda.is_available() or triton_scan.interpreted())
+    return switch.available() and (torch.cuda.is_available() or scan_triton.interpreted())
 
 
 def selective_scan(
@@ -58,21 +61,15 @@ def selective_scan(
     if backend == "reference":
         x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
         D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, delta_bias))
-        with torch.autocast(u.device.type, enabled=False):
+        with full_precision(u):
             y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
+        y = y.to(u.dtype)
     else:
-        B, C = _tokens_first(B, u), _tokens_first(C, u)
-        x, dt = u.mT.contiguous(), delta.mT.contiguous()  # (b, l, d) from here on: one layout for every operation
-        if delta_bias is not None:
-            dt = dt.to(dtype) + delta_bias.to(dtype)
-        y, last = scan_tokens(x, dt, A.to(dtype), B, C, backend, softplus=delta_softplus)
-        if z is not None and D is not None:
-            y = fused.skip_gate(y, x, D, z.mT.contiguous())
-        else:
-            y = y if D is None else torch.addcmul(y, D.to(dtype), x.to(dtype))
-            y = y if z is None else y * F.silu(z.mT.contiguous().to(dtype))
-        y = y.mT.contiguous()
-    y = y.to(u.dtype)
+        y, last = scan_tokens(
+            *(u.mT, delta.mT, A, _tokens_first(B, u), _tokens_first(C, u), backend),
+            D=D, z=None if z is None else z.mT, bias=delta_bias, softplus=delta_softplus, out_dtype=u.dtype,
+        )  # fmt: skip
+        y = y.mT
     return (y, last) if return_last_state else y
 
 
@@ -84,36 +81,62 @@ def scan_tokens(
     C: Tensor,
     backend: str = "auto",
     *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
     log_A: bool = False,
     softplus: bool = False,
     reverse: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence alone, in the layout that every backend works in: tokens before channels, no copies.
+    """The same with tokens before channels, the layout of the models here.
 
-    u, delta (b, l, d); A (d, n); B, C (b, l, g, n), of any floating types: computed in float32, or in float64 when one
-    is float64. Output (b, l, d) and last state (b, d, n) in that dtype. With `log_A`, A holds log(-A), as models keep
-    it; with `softplus` the steps are softplus(delta); `reverse` goes from the last token to the first.
+    u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,), of any floating types and strides; where channels
+    or tokens are contiguous nothing is copied. Computed in float32, or in float64 when an input is float64. Output
+    (b, l, d), in `out_dtype` or that dtype, and last state (b, d, n) in that dtype. With `log_A`, A holds log(-A), as
+    models keep it; with `softplus` the steps are softplus(delta + bias); `reverse` goes from the last token to the
+    first.
     """
-    dtype = _common_dtype(u, delta, A, B, C)
+    dtype = _common_dtype(u, delta, A, B, C, D, z, bias)
     groups = math.lcm(B.shape[2], C.shape[2])  # a backend takes B and C in the same groups
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
     backend = chosen_backend(u, A, backend, dtype)
+    order = "reverse" if reverse else "forward"
     if backend == "triton":
-        y, last, _, _ = operators.scan_kernel(u, delta, A.float(), B, C, log_A, softplus, reverse, None, None)
-        return y, last
+        out, last, _, _ = scan(
+            u, delta, A.float(), B, C, D, z, bias, None, log_A, softplus, order, 1, out_dtype or dtype, backend
+        )
+        return out, last
+    given = u
     u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
+    D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, bias))
+    if backend == "native":
+        out, last, _, _ = scan(u, delta, A, B, C, D, z, bias, None, log_A, softplus, order, 1, dtype, backend)
+        return out.to(out_dtype or dtype), last
     if log_A:
         A = -torch.exp(A)
+    if bias is not None:
+        delta = delta + bias
     if softplus:
         delta = F.softplus(delta)
+    x = u
     if reverse:
-        u, delta, B, C = (tensor.flip(1) for tensor in (u, delta, B, C))
+        x, delta, B, C = (tensor.flip(1) for tensor in (x, delta, B, C))
     if backend == "reference":
-        y, last = selective_scan_reference(u.mT, delta.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1))
+        y, last = selective_scan_reference(x.mT, delta.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1))
         y = y.mT
     else:
-        y, last, _ = operators.scan(u, delta, A, B, C, backend)
-    return (y.flip(1) if reverse else y), last
+        none = (None, None, None, None)
+        y, last, _, _ = scan(x, delta, A, B, C, *none, False, False, "forward", 1, dtype, backend)
+    y = y.flip(1) if reverse else y
+    y = y if D is None else torch.addcmul(y, D, u)
+    y = y if z is None else y * F.silu(z)
+    y = y.to(out_dtype or dtype)
+    return (y.mT.contiguous().mT if _time_last(given) else y.contiguous()), last
+
+
+def _time_last(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(2) != 1
 
 
 def scan_low_rank(
@@ -127,13 +150,17 @@ def scan_low_rank(
     *,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`scan_tokens` with the steps softplus(to_steps(dt)), a linear layer's. A kernel writes them at once; a layer that
-    is no plain one is called as it is."""
+    """`scan_tokens` with the steps softplus(to_steps(dt)), a linear layer's. One kernel computes them; a layer that is
+    not a plain one is called."""
     weight = to_steps.weight
     direct = not torch.compiler.is_compiling() and is_plain(to_steps) and _multiplies(weight, dt, u)
     dtype = _common_dtype(u, A_log, B, C)
     if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
-        y, last, _, _ = operators.scan_kernel(u, dt, A_log.float(), B, C, True, True, reverse, weight, to_steps.bias)
+        order = "reverse" if reverse else "forward"
+        y, last, _, _ = scan(
+            *(u, dt, A_log.float(), B, C, None, None, to_steps.bias, weight),
+            *(True, True, order, 1, torch.float32, "triton"),
+        )
         return y, last
     steps = to_steps(dt.to(weight.dtype))
     steps = steps.to(torch.promote_types(torch.float32, steps.dtype))
@@ -141,8 +168,7 @@ def scan_low_rank(
 
 
 def _multiplies(weight: Tensor, dt: Tensor, u: Tensor) -> bool:
-    """Whether the kernel takes a weight: of float32, where u is, (d, rank). Any other is its layer's to take or to
-    refuse."""
+    """Whether the kernel takes a weight: float32, on u's device, (d, rank). Any other is left to its layer."""
     there = weight.dtype == torch.float32 and weight.device == u.device
     return there and weight.shape == (u.shape[-1], dt.shape[-1])
 
@@ -156,22 +182,22 @@ def chosen_backend(u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dty
     """The backend that serves these inputs, computed in `dtype`: the caller's choice, the environment's, or the fastest
     that can."""
     states = A.shape[1]
-    on_gpu = dtype == torch.float32 and states <= triton_scan.MOST_STATES
-    on_cpu = native.supports(u, dtype, states)
+    on_gpu = dtype == torch.float32 and states <= scan_triton.MOST_STATES
+    on_cpu = cpu.supports(u, dtype, states)
     if backend == "auto":
         backend = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if backend == "auto":
-        if on_gpu and fused.switch.takes_kernel(u, "auto"):
+        if on_gpu and switch.takes_kernel(u, "auto"):
             return "triton"
         return "native" if on_cpu else "torch"
     if backend == "native" and not on_cpu:
         raise UserError(
-            f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {native.MOST_STATES} "
+            f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {cpu.MOST_STATES} "
             "states; use backend='torch', or reinstall mambacl where a C++ compiler is present."
         )
-    if backend == "triton" and not (on_gpu and fused.switch.takes_kernel(u, "triton")):
+    if backend == "triton" and not (on_gpu and switch.takes_kernel(u, "triton")):
         raise UserError(
-            f"The scan backend 'triton' needs CUDA tensors below float64 and at most {triton_scan.MOST_STATES} states; "
+            f"The scan backend 'triton' needs CUDA tensors below float64 and at most {scan_triton.MOST_STATES} states; "
             "use backend='torch'."
         )
     if backend not in ("reference", "torch", "native", "triton"):
@@ -190,7 +216,7 @@ def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def _tokens_first(M: Tensor, u: Tensor) -> Tensor:
     """B or C as (b, l, g, n)."""
-    if M.dim() == 2:  # constant in time: one group a channel
+    if M.dim() == 2:  # constant in time: one group per channel
         return M.expand(u.shape[0], u.shape[2], -1, -1)
     return M.mT[:, :, None] if M.dim() == 3 else M.permute(0, 3, 1, 2)
 

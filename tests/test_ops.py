@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_help import TOLERANCES, compare, half, normal, normalized
 from kernels_help import DEVICE, kernels, poisoned
+from ops_help import TOLERANCES, compare, half, normal, normalized
 from torch import Tensor
 
-from mambacl import fused
+from mambacl import ops
 from mambacl.backbones.layers import RMSNorm
-from mambacl.fused import plain
+from mambacl.ops import conv, gate, norm, rotary
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -29,7 +29,7 @@ def test_the_plain_convolution_is_torchs(taps: int, reverse: bool, same: bool) -
     padded = channels if same else F.pad(channels, (taps - 1, 0))
     wanted = F.conv1d(padded, weight[:, None], bias, groups=5, padding="same" if same else 0).mT
     wanted = F.silu(wanted.flip(1) if reverse else wanted)
-    found = plain.causal_conv_silu(x, weight, bias, reverse=reverse, same=same)
+    found = conv.causal_conv_silu_plain(x, weight, bias, reverse=reverse, same=same)
     torch.testing.assert_close(found, wanted)
 
 
@@ -42,7 +42,10 @@ def test_convolution(taps: int, reverse: bool, same: bool, length: int) -> None:
     options = {"reverse": reverse, "same": same}
     inputs = [half(2, length, 70), normal(70, taps), normal(70)]
     compare(
-        partial(fused.causal_conv_silu, **options), partial(plain.causal_conv_silu, **options), inputs, tolerance=1e-12
+        partial(ops.causal_conv_silu, **options),
+        partial(conv.causal_conv_silu_plain, **options),
+        inputs,
+        tolerance=1e-12,
     )
 
 
@@ -51,13 +54,13 @@ def test_convolution(taps: int, reverse: bool, same: bool, length: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"silu": False}, {"reverse": True, "same": True}])
 def test_convolution_in_every_type(dtype: torch.dtype, options: dict[str, bool]) -> None:
     inputs = [half(2, 21, 40, dtype=dtype), normal(40, 3, dtype=torch.float32), normal(40, dtype=dtype)]
-    function, twin = partial(fused.causal_conv_silu, **options), partial(plain.causal_conv_silu, **options)
+    function, twin = partial(ops.causal_conv_silu, **options), partial(conv.causal_conv_silu_plain, **options)
     compare(function, twin, inputs, max(1e-6, TOLERANCES[dtype]))  # the weight's gradient is float32
 
 
 @kernels
 def test_convolution_without_bias() -> None:
-    compare(fused.causal_conv_silu, plain.causal_conv_silu, [half(1, 90, 200), normal(200, 4)], 1e-12)
+    compare(ops.causal_conv_silu, conv.causal_conv_silu_plain, [half(1, 90, 200), normal(200, 4)], 1e-12)
 
 
 @kernels
@@ -67,14 +70,19 @@ def test_convolution_without_bias() -> None:
 def test_any_strides(cut: Callable[[Tensor], Tensor]) -> None:
     x = cut(normal(6, 41, 80))
     weight, D = normal(x.shape[2], 4), normal(x.shape[2])
-    compare(fused.causal_conv_silu, plain.causal_conv_silu, [x, weight], 1e-12)
-    compare(fused.skip_gate, plain.skip_gate, [normal(*x.shape), x, D, cut(normal(6, 41, 80))], 1e-12)
-    compare(partial(fused.rms_norm, eps=1e-5), partial(plain.rms_norm, eps=1e-5), [x, D], 1e-12)
+    compare(ops.causal_conv_silu, conv.causal_conv_silu_plain, [x, weight], 1e-12)
+    compare(
+        ops.skip_gate,
+        partial(gate.gated_group_norm_plain, group=0, eps=0.0),
+        [normal(*x.shape), x, D, cut(normal(6, 41, 80))],
+        1e-12,
+    )
+    compare(partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5), [x, D], 1e-12)
 
 
 @kernels
 def test_halves_of_a_projection_are_not_copied() -> None:
-    launch = importlib.import_module("mambacl.fused.launch")
+    launch = importlib.import_module("mambacl.ops.kernels.launch")
     z = half(2, 5, 16)
     assert launch.unit_stride(z).data_ptr() == z.data_ptr() == launch.as_rows(z).data_ptr()
 
@@ -84,9 +92,11 @@ def test_the_plain_gate_is_the_mixers(group: int) -> None:
     y, x, D, z = normal(2, 3, 8), normal(2, 3, 8), normal(8), half(2, 3, 8)
     n = normalized(y.unflatten(-1, (-1, group))).flatten(-2) if group else y
     wanted = torch.addcmul(n, D, x) * F.silu(z)
-    torch.testing.assert_close(plain.gated_group_norm(y, x, D, z, group, 1e-6), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(gate.gated_group_norm_plain(y, x, D, z, group, 1e-6), wanted, rtol=0, atol=0)
     if not group:
-        torch.testing.assert_close(plain.skip_gate(y, x, D, z), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(
+            partial(gate.gated_group_norm_plain, group=0, eps=0.0)(y, x, D, z), wanted, rtol=0, atol=0
+        )
 
 
 @kernels
@@ -97,7 +107,7 @@ def test_halves_of_a_linear_layer(bias: bool, frozen: bool) -> None:
     linear.requires_grad_(not frozen)
     weights = normal(2, 3, 5), normal(2, 3, 5)
     found = []
-    for first, second in (fused.halves(linear, tokens, "triton"), linear(tokens).chunk(2, dim=-1)):
+    for first, second in (ops.halves(linear, tokens, "triton"), linear(tokens).chunk(2, dim=-1)):
         inputs = [tokens, *([] if frozen else linear.parameters())]
         gradients = torch.autograd.grad((first * weights[0]).sum() + (second * weights[1]).sum(), inputs)
         found.append([first, second, *gradients])
@@ -110,7 +120,7 @@ def test_halves_of_a_linear_layer(bias: bool, frozen: bool) -> None:
 def test_a_layer_with_a_hook_is_called(kind: str) -> None:
     linear, seen = torch.nn.Linear(4, 4).to(DEVICE), []
     getattr(linear, f"register_{kind}_hook")(lambda *_: seen.append(1))
-    first, second = fused.halves(linear, torch.randn(1, 2, 4, device=DEVICE, requires_grad=True), "triton")
+    first, second = ops.halves(linear, torch.randn(1, 2, 4, device=DEVICE, requires_grad=True), "triton")
     (first + second).sum().backward()
     assert seen == [1]
 
@@ -120,11 +130,11 @@ def test_a_layer_is_called_that_somebody_changed_from_outside() -> None:
     linear, seen, tokens = torch.nn.Linear(4, 4).to(DEVICE), [], torch.randn(1, 2, 4, device=DEVICE)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))  # of every module
     try:
-        fused.halves(linear, tokens, "triton")
+        ops.halves(linear, tokens, "triton")
     finally:
         handle.remove()
     linear.forward = lambda given: seen.append(2) or given
-    first, second = fused.halves(linear, tokens, "triton")
+    first, second = ops.halves(linear, tokens, "triton")
     assert seen == [1, 2] and torch.equal(torch.cat((first, second), -1), tokens)
 
 
@@ -132,7 +142,7 @@ def test_a_layer_is_called_that_somebody_changed_from_outside() -> None:
 def test_a_second_derivative_is_refused() -> None:
     """It would have to go through a backward kernel, which has no derivative."""
     x, weight = normal(1, 3, 4).float().requires_grad_(), normal(4, 2).float()
-    y = fused.causal_conv_silu(x, weight, backend="triton")
+    y = ops.causal_conv_silu(x, weight, backend="triton")
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.square().sum().backward()
@@ -141,7 +151,7 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_the_plain_rotation_is_that_of_its_formula(scale: float) -> None:
     M, freq = normal(2, 5, 2, 6), normal(6)
-    found = plain.rotate(M, freq, scale)
+    found = rotary.rotate_plain(M, freq, scale)
     for t in range(5):
         for k in range(6):
             angle, twin = t * freq[k] / scale, M[:, t, :, k ^ 1]
@@ -157,10 +167,10 @@ def test_rotation(states: int, dtype: torch.dtype) -> None:
     M, freq = wide[..., 5:].unflatten(-1, (2, states)), normal(states, dtype=torch.float32)
     leaf, exact = M.clone().requires_grad_(), M.double().requires_grad_()
     with poisoned():
-        found = fused.rotate(leaf, freq, 2.0, backend="triton")
-        assert torch.equal(found, fused.rotate(M, freq, 2.0, backend="triton"))  # whatever its strides
+        found = ops.rotate(leaf, freq, 2.0, backend="triton")
+        assert torch.equal(found, ops.rotate(M, freq, 2.0, backend="triton"))  # whatever its strides
         found.backward(torch.linspace(-1, 1, found.numel(), device=DEVICE).view_as(found))
-    wanted = plain.rotate(exact, freq.double(), 2.0)
+    wanted = rotary.rotate_plain(exact, freq.double(), 2.0)
     wanted.backward(torch.linspace(-1, 1, found.numel(), dtype=torch.float64, device=DEVICE).view_as(found))
     assert found.dtype == torch.float32 and leaf.grad is not None and leaf.grad.dtype == dtype
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -171,7 +181,7 @@ def test_rotation(states: int, dtype: torch.dtype) -> None:
 @kernels
 def test_frequencies_that_train_get_their_gradient() -> None:
     M, freq = normal(1, 3, 1, 4, dtype=torch.float32), normal(4, dtype=torch.float32).requires_grad_()
-    fused.rotate(M, freq, backend="triton").sum().backward()
+    ops.rotate(M, freq, backend="triton").sum().backward()
     assert freq.grad is not None and freq.grad.abs().max() > 0
 
 
@@ -180,7 +190,7 @@ def test_frequencies_that_train_get_their_gradient() -> None:
 @pytest.mark.parametrize("rows", [(1, 1), (3, 37)])
 def test_gate(width: int, group: int, rows: tuple[int, int]) -> None:
     inputs = [normal(*rows, width), normal(*rows, width), normal(width), half(*rows, width)]
-    function, twin = (partial(f, group=group, eps=1e-6) for f in (fused.gated_group_norm, plain.gated_group_norm))
+    function, twin = (partial(f, group=group, eps=1e-6) for f in (ops.gated_group_norm, gate.gated_group_norm_plain))
     compare(function, twin, inputs, 1e-11)
 
 
@@ -191,16 +201,16 @@ def test_gate_in_every_type(dtype: torch.dtype, group: int) -> None:
     y = normal(2, 9, 48, dtype=torch.promote_types(dtype, torch.float32))
     inputs = [y, normal(2, 9, 48, dtype=dtype), normal(48, dtype=torch.float32), half(2, 9, 48, dtype=dtype)]
     options = {"group": group, "eps": 1e-6}
-    twin = partial(plain.gated_group_norm, **options)
+    twin = partial(gate.gated_group_norm_plain, **options)
     tolerance = max(2e-6, TOLERANCES[dtype])  # D is float32
-    compare(partial(fused.gated_group_norm, **options, dtype=dtype), twin, inputs, tolerance)
-    assert fused.gated_group_norm(*inputs, **options, backend="triton").dtype == y.dtype
+    compare(partial(ops.gated_group_norm, **options, dtype=dtype), twin, inputs, tolerance)
+    assert ops.gated_group_norm(*inputs, **options, backend="triton").dtype == y.dtype
 
 
 @kernels
 @pytest.mark.parametrize("shape", [(1,), (33,), (3, 5, 192), (70, 7), (2, 1030), (2, 4096)])
 def test_rms_norm(shape: tuple[int, ...]) -> None:
-    function, twin = partial(fused.rms_norm, eps=1e-5), partial(plain.rms_norm, eps=1e-5)
+    function, twin = partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5)
     compare(function, twin, [normal(*shape), normal(shape[-1])], 1e-11)
 
 
@@ -211,13 +221,13 @@ def test_rms_norm_has_the_layers_arithmetic(dtype: torch.dtype, weight_dtype: to
     x, layer = normal(4, 9, 100, dtype=dtype), RMSNorm(100, 1e-5).to(DEVICE)
     layer.weight = torch.nn.Parameter(normal(100, dtype=weight_dtype))
     wanted = layer.weight * normalized(x if dtype == torch.float64 else x.float(), 1e-5).to(dtype)
-    torch.testing.assert_close(layer(x), fused.rms_norm(x, layer.weight, 1e-5), rtol=0, atol=0)
-    torch.testing.assert_close(plain.rms_norm(x, layer.weight, 1e-5), wanted, rtol=0, atol=0)
-    found = fused.rms_norm(x, layer.weight, 1e-5, backend="triton")
+    torch.testing.assert_close(layer(x), ops.rms_norm(x, layer.weight, 1e-5), rtol=0, atol=0)
+    torch.testing.assert_close(norm.rms_norm_plain(x, layer.weight, 1e-5), wanted, rtol=0, atol=0)
+    found = ops.rms_norm(x, layer.weight, 1e-5, backend="triton")
     assert found.dtype == wanted.dtype
     if dtype == torch.float16 or (dtype == torch.bfloat16 and DEVICE == "cuda"):  # the interpreter truncates to it
         assert (found == wanted).double().mean() > 0.9  # else the last bit, where sums are taken in another order
-    assert fused.rms_norm(x, layer.weight, 1e-5, torch.float16, backend="triton").dtype == torch.float16
+    assert ops.rms_norm(x, layer.weight, 1e-5, torch.float16, backend="triton").dtype == torch.float16
     inputs = [x, layer.weight.detach()]
     tolerance = max(TOLERANCES[dtype], TOLERANCES[weight_dtype])
-    compare(partial(fused.rms_norm, eps=1e-5), partial(plain.rms_norm, eps=1e-5), inputs, tolerance)
+    compare(partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5), inputs, tolerance)

@@ -39,6 +39,15 @@ def operator(
     return call
 
 
+def nothing(x: Tensor) -> Tensor:
+    """Stands for a gradient that nobody needs: operators return tensors."""
+    return x.new_empty(0)
+
+
+def needed(gradients: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
+    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+
+
 def _direct(inputs: tuple[Any, ...]) -> bool:
     """Whether nobody needs to see the operator: no compiler, no mode that watches, only tensors with values."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from mambacl.fused import switch
+from mambacl.ops import switch
 
 
 def halves(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:

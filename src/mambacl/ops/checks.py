@@ -1,0 +1,15 @@
+"""The checks of shapes that several operators share."""
+
+from torch import Tensor
+
+from mambacl.errors import UserError
+
+
+def check_channels(x: Tensor, **vectors: Tensor | None) -> None:
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise UserError(f"{name} must have one value for each of {x.shape[-1]} channels, got {shapes(vector)}.")
+
+
+def shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -1,0 +1,108 @@
+"""Depthwise convolution over tokens, then SiLU."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambacl.errors import UserError
+from mambacl.ops import switch
+from mambacl.ops.checks import check_channels, shapes
+from mambacl.ops.operator import needed, nothing, operator
+from mambacl.ops.precision import at_least_float32, full_precision
+
+MOST_TAPS = 8
+
+
+def causal_conv_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    silu: bool = True,
+    same: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Depthwise convolution of x (b, l, d) over the present token and the k - 1 before it, zero before the start, then
+    SiLU; weight (d, k), bias (d,). The output is contiguous and has x's dtype.
+
+    `reverse`: the tokens after instead of before, as if x were flipped, convolved and flipped back. `same`: as many
+    tokens before as after, as `F.conv1d(padding="same")`. `silu` = False leaves the SiLU out.
+    """
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2]:
+        raise UserError(f"A convolution takes x (b, l, d), weight (d, k), got {shapes(x, weight)}.")
+    check_channels(x, bias=bias)
+    if 2 <= weight.shape[1] <= MOST_TAPS and switch.takes_kernel(x, backend):
+        return _causal_conv(x, weight, bias, reverse, silu, same)
+    return causal_conv_silu_plain(x, weight, bias, reverse=reverse, silu=silu, same=same)
+
+
+def causal_conv_silu_plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    silu: bool = True,
+    same: bool = False,
+) -> Tensor:
+    before, after = padding(weight.shape[1], reverse, same)
+    with full_precision(x):
+        wide = at_least_float32(x)
+        # A 2-D convolution keeps channels last.
+        image = F.pad(wide, (0, 0, before, after)).mT.unsqueeze(2)  # (b, d, 1, l + k - 1)
+        taps = (weight.flip(1) if reverse else weight).to(wide.dtype)[:, None, None]  # (d, 1, 1, k)
+        y = F.conv2d(image, taps, None if bias is None else bias.to(wide.dtype), groups=len(taps)).squeeze(2).mT
+        return (F.silu(y) if silu else y).to(x.dtype)
+
+
+def padding(taps: int, reverse: bool, same: bool) -> tuple[int, int]:
+    """How many tokens before the present one and after it a convolution sees."""
+    before = (taps - 1) // 2 if same else taps - 1
+    return (taps - 1 - before, before) if reverse else (before, taps - 1 - before)
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, same: bool) -> Tensor:
+    from mambacl.ops.kernels import conv
+
+    return conv.forward(x, weight, bias, reverse, silu, padding(weight.shape[1], reverse, same)[0])
+
+
+def _conv_back(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    reverse: bool,
+    silu: bool,
+    same: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from mambacl.ops.kernels import conv
+
+    left = padding(weight.shape[1], reverse, same)[0]
+    return conv.backward(dy, x, weight, bias, reverse, silu, left, needs_weight, needs_bias)
+
+
+def _fake_conv(x, weight, bias, reverse, silu, same):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+def _fake_conv_back(dy, x, weight, bias, reverse, silu, same, needs_weight, needs_bias):  # type: ignore[no-untyped-def]
+    dweight = weight.new_empty(weight.shape) if needs_weight else nothing(x)
+    return x.new_empty(x.shape), dweight, bias.new_empty(bias.shape) if needs_bias else nothing(x)
+
+
+def _keep_conv(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, bias, *ctx.flags = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate_conv(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+    needs = ctx.needs_input_grad[1:3]
+    dx, *rest = _causal_conv_backward(dy, *ctx.saved_tensors, *ctx.flags, *needs)
+    return dx, *needed(rest, needs), None, None, None
+
+
+_causal_conv_backward = operator("causal_conv_backward", _conv_back, _fake_conv_back)
+_causal_conv = operator("causal_conv", _conv, _fake_conv, _keep_conv, _differentiate_conv)

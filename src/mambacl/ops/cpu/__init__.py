@@ -1,0 +1,211 @@
+"""The selective scan on the CPU: a C++ library, if it came with the package, called through ctypes.
+
+Shapes: u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,); all of one dtype, float32 or float64. u,
+delta, z and the gradient of the output are read where they lie, whatever their strides.
+"""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mambacl.errors import UserError
+
+ENVIRONMENT_VARIABLE = "MAMBACL_CPU"  # forces an instruction set
+TILE = 16  # times between kept states, as in problem.h
+MOST_STATES = 256
+SETS = {"avx512": 2, "avx2": 1, "neon": 3, "baseline": 0}  # the numbers of scan.cpp, the fastest first
+FAILURES = {
+    1: "the compiled scan does not have this instruction set here",
+    2: f"the compiled scan takes 1 to {MOST_STATES} states",
+    3: "the compiled scan found no memory",
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, or None where the package came without one."""
+    for path in sorted(Path(__file__).parent.glob("_scan*")):
+        if path.suffix in (".so", ".pyd", ".dylib"):
+            try:
+                found = ctypes.CDLL(str(path))
+            except OSError:  # built for another machine
+                continue
+            for function in (found.mambacl_scan_f32, found.mambacl_scan_f64):
+                function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int] * 2 + [ctypes.c_void_p]
+            return found
+    return None
+
+
+def built() -> bool:
+    return library() is not None
+
+
+built._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_constant_result` imports all of the compiler
+
+
+def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:
+    fits = u.device.type == "cpu" and dtype in (torch.float32, torch.float64) and states <= MOST_STATES
+    return fits and built()
+
+
+def suits(u: Tensor, B: Tensor) -> bool:
+    """Whether this is faster than PyTorch's operations, too. With one channel per group, as where B and C are constant
+    in time, a vector holds a single number, and it may not be."""
+    return B.shape[2] < u.shape[2] or u.shape[2] == 1
+
+
+@functools.cache
+def _available() -> dict[str, int]:
+    found = library()
+    return {} if found is None else {name: number for name, number in SETS.items() if found.mambacl_scan_has(number)}
+
+
+def instruction_sets() -> list[str]:
+    """Those that the library holds and this machine runs, the fastest first."""
+    return list(_available())
+
+
+def instruction_set() -> str:
+    """The one in use: the fastest, or the one that the environment names."""
+    available = _available()
+    name = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not name:
+        return next(iter(available))
+    if name not in available:
+        names = ", ".join(available) or "none: the package came without its compiled scan"
+        raise UserError(f"{ENVIRONMENT_VARIABLE}={name} does not run here; unset it or choose one of: {names}.")
+    return name
+
+
+def kept_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
+    """Shape of the states that the forward keeps for the backward, (b, tiles, n, d)."""
+    return u.shape[0], -(-u.shape[1] // TILE), A.shape[1], u.shape[2]
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """New memory for a (b, l, d), contiguous over the axis that x is contiguous over: channels, else times."""
+    batch, length, channels = x.shape
+    if x.stride(1) == 1 and x.stride(2) != 1:
+        return x.new_empty((batch, channels, length)).mT
+    return x.new_empty((batch, length, channels))
+
+
+def forward(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    log_A: bool = False,
+    softplus: bool = False,
+    reverse: bool = False,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output laid out like u, last state (b, d, n), and the states for the backward, which `keep=False` leaves out.
+
+    dt = delta + bias, through a softplus on request; h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;
+    y_t = <C_t, h_t> + D u_t; out = y silu(z). With `log_A`, A holds log(-A); `reverse` goes from the last token to the
+    first.
+    """
+    out, last = empty_like(u), u.new_empty((u.shape[0], *A.shape))
+    kept = u.new_empty(kept_shape(u, A, B) if keep else 0)
+    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
+    call.pointers += [kept.data_ptr() if keep else None]
+    call.views(u, delta, z, None)
+    call.pointers += [last.data_ptr()]
+    call.views(out)
+    call.run()
+    return out, last, kept
+
+
+def backward(
+    dout: Tensor,
+    dlast: Tensor | None,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    kept: Tensor,
+    *,
+    log_A: bool = False,
+    softplus: bool = False,
+    reverse: bool = False,
+    need_A: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of u, delta, A, B, C, D, z and bias, None for what is missing; those of u, delta and z are laid out
+    like them."""
+    du, ddelta, dz = empty_like(u), empty_like(delta), None if z is None else empty_like(z)
+    dA = A.new_empty(A.shape) if need_A else None
+    dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
+    dD, dbias = (None if x is None else x.new_empty(x.shape) for x in (D, bias))
+    dlast = None if dlast is None else dlast.contiguous()
+    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
+    call.pointers += [kept.data_ptr()]
+    call.views(u, delta, z, dout)
+    call.pointers += [None if x is None else x.data_ptr() for x in (dlast, dA, dB, dC, dD, dbias)]
+    call.views(du, ddelta, dz)
+    call.run()
+    return du, ddelta, dA, dB, dC, dD, dz, dbias
+
+
+class _Call:
+    """The arguments of one call, in the order that `call` in scan.cpp reads them."""
+
+    def __init__(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        bias: Tensor | None,
+        log_A: bool,
+        softplus: bool,
+        reverse: bool,
+    ) -> None:
+        B, C = (M if M.stride(3) == 1 else M.contiguous() for M in (B, C))
+        D, bias = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (D, bias))
+        self.double = u.dtype == torch.float64
+        self.kept_alive = B, C, D, bias
+        self.pointers = [x if x is None else x.data_ptr() for x in (A, B, C, D, bias)]
+        self.numbers: list[int] = [*u.shape, *B.shape[2:], log_A, softplus, reverse]
+        self.numbers += [*A.stride(), *B.stride()[:3], *C.stride()[:3]]
+
+    def views(self, *tensors: Tensor | None) -> None:
+        for x in tensors:
+            self.pointers.append(None if x is None else x.data_ptr())
+            self.numbers += (0, 0, 0) if x is None else x.stride()
+
+    def run(self) -> None:
+        found = library()
+        assert found is not None
+        function = found.mambacl_scan_f64 if self.double else found.mambacl_scan_f32
+        pointers = (ctypes.c_void_p * len(self.pointers))(*self.pointers)
+        numbers = (ctypes.c_longlong * len(self.numbers))(*self.numbers)
+        failure = function(pointers, numbers, SETS[instruction_set()], torch.get_num_threads(), _parallel())
+        if failure:
+            raise RuntimeError(FAILURES[failure])
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP library that PyTorch runs on, so that its threads do the work."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):  # another system, or PyTorch without OpenMP: one thread
+        return None

@@ -1,0 +1,163 @@
+// The forward of one item, for one number type and one instruction set. Included after tiles.h.
+//
+//   dt = softplus(delta + bias);  h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;  y_t = <C_t, h_t> + D u_t;  out = y silu(z)
+//
+// Time goes in tiles. Within a tile the blocks of W channels come one after another, so that whole cache lines of a tensor
+// are used together; within a block a few states at a time go through all times of the tile, so that they stay in
+// registers and their chains of additions overlap.
+
+// B or C of one image and group, in the order of the scan.
+static INLINE Rows<const T> shared_rows(const Shared<T>& M, const Item& item, long long step, const Problem<T>& p) {
+    const long long time = p.reverse ? p.length - 1 - step : step;
+    return {M.at + item.image * M.batch + item.group * M.group + time * M.time, p.reverse ? -M.time : M.time};
+}
+
+// A of a block as (n) vectors, times log2(e): decays are powers of two from here on. Returns the largest magnitude.
+static INLINE Lanes rates(const Problem<T>& p, long long channel, long long count, Lanes* a) {
+    Lanes most = {}, unknown = {};  // NaN where a rate is
+    for (long long n = 0; n < p.states; ++n) {
+        Lanes rate = gather(p.A + channel * p.A_channel + n * p.A_state, p.A_channel, count);
+        if (p.log_A) {
+            Lanes size;
+            exponentials<1>(&rate, &size);
+            rate = -size;
+        }
+        a[n] = rate * LOG2E;
+        const Lanes size = magnitude(a[n]);
+        most = size > most ? size : most;
+        unknown += size * T(0);
+    }
+    return most + unknown;
+}
+
+struct Steps {
+    Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
+    Lanes y[TILE];            // D u_t, to which the states add <C_t, h_t>
+    Lanes slope[TILE];        // of dt_t by delta_t, in a backward
+    bool in_range;            // whether every decay is a power that the short form takes
+};
+
+// TOGETHER times are computed side by side; where the tile ends before, its last row stands for those that are missing.
+static const int TOGETHER = 4;
+
+static INLINE void load_together(Rows<const T> rows, long long t, long long count, Lanes* to) {
+    UNROLL for (int j = 0; j < TOGETHER; ++j) to[j] = load(rows[least(t + j, count - 1)]);
+}
+
+template <bool SLOPE>
+static INLINE void prepare(const Problem<T>& p, const Place& place, Rows<const T> u, Rows<const T> delta, Lanes most,
+                           Steps& RESTRICT steps) {
+    const long long count = place.steps;
+    const Lanes bias = p.bias ? load_some(p.bias + place.channel, place.count) : Lanes{};
+    const Lanes D = p.D ? load_some(p.D + place.channel, place.count) : Lanes{};
+    Mask fits = most == most;
+    for (long long t = 0; t < count; t += TOGETHER) {
+        Lanes x[TOGETHER], raw[TOGETHER], *dt = steps.dt + t, *slope = steps.slope + t;
+        load_together(u, t, count, x);
+        load_together(delta, t, count, raw);
+        UNROLL for (int j = 0; j < TOGETHER; ++j) raw[j] += bias;
+        if (p.softplus) {
+            softplus<TOGETHER, SLOPE>(raw, dt, slope);
+        } else {
+            UNROLL for (int j = 0; j < TOGETHER; ++j) dt[j] = raw[j], slope[j] = splat(T(1));
+        }
+        UNROLL for (int j = 0; j < TOGETHER; ++j) {
+            steps.x[t + j] = dt[j] * x[j];
+            steps.y[t + j] = p.D ? D * x[j] : Lanes{};
+            fits &= magnitude(dt[j]) * most <= MOST_POWER;
+        }
+    }
+    steps.in_range = all(fits);
+}
+
+// The decays of G states at all times of a tile. They depend on nothing before them, so the processor is always busy; in
+// one loop with the recurrence it would wait.
+template <int G, bool SHORT>
+static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
+                          Lanes* RESTRICT to, int between) {
+    Lanes a[G];
+    UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
+    for (long long t = 0; t < count; ++t) powers<G, SHORT>(steps.dt[t], a, to + t * between);
+}
+
+// G states through the times of a tile.
+template <int G, bool SHORT>
+static void advance(const Lanes* RESTRICT a, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
+                    Rows<const T> C, long long count) {
+    Lanes h[G], decay[TILE][G];
+    decays<G, SHORT>(a, steps, count, decay[0], G);
+    UNROLL for (int j = 0; j < G; ++j) h[j] = states[j];
+    for (long long t = 0; t < count; ++t) {
+        const Lanes x = steps.x[t];
+        const T *b = B[t], *c = C[t];
+        Lanes sum = steps.y[t];
+        UNROLL for (int j = 0; j < G; ++j) h[j] = decay[t][j] * h[j] + x * b[j];
+        UNROLL for (int j = 0; j < G; ++j) sum += h[j] * c[j];
+        steps.y[t] = sum;
+    }
+    UNROLL for (int j = 0; j < G; ++j) states[j] = h[j];
+}
+
+template <bool SHORT>
+static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, Steps& steps, Rows<const T> B,
+                        Rows<const T> C, long long count) {
+    long long n = 0;
+    for (; n + FORWARD_STATES <= p.states; n += FORWARD_STATES)
+        advance<FORWARD_STATES, SHORT>(a + n, states + n, steps, {B.at + n, B.step}, {C.at + n, C.step}, count);
+    for (; n + 2 <= p.states; n += 2)
+        advance<2, SHORT>(a + n, states + n, steps, {B.at + n, B.step}, {C.at + n, C.step}, count);
+    for (; n < p.states; ++n)
+        advance<1, SHORT>(a + n, states + n, steps, {B.at + n, B.step}, {C.at + n, C.step}, count);
+}
+
+static long long forward_lanes(const Problem<T>& p) {  // vectors of memory for one item
+    const long long blocks = (p.chunk + W - 1) / W;
+    return blocks * (2 * p.states + 1);
+}
+
+static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
+    const long long blocks = (item.end - item.first + W - 1) / W, N = p.states;
+    Lanes *a = static_cast<Lanes*>(memory), *h = a + blocks * N, *most = h + blocks * N;
+    for (long long k = 0; k < blocks; ++k) {
+        const long long channel = item.first + k * W, rest = item.end - channel;
+        most[k] = rates(p, channel, least(rest, W), a + k * N);
+        for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
+    }
+    Steps steps = {};  // rows beyond the end of the last tile are computed too, but go nowhere
+    alignas(64) T buffers[3][TILE * W];
+    for (long long tile = 0; tile < p.tiles(); ++tile) {
+        const long long begin = tile * TILE, count = least(p.length - begin, TILE);
+        const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
+        for (long long k = 0; k < blocks; ++k) {
+            const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
+            const Place place = {item.image, begin, count, channel, width};
+            const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
+            const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
+            prepare<false>(p, place, u, delta, most[k], steps);
+            if (p.kept)
+                for (long long n = 0; n < N; ++n)
+                    store_some(p.kept + ((item.image * p.tiles() + tile) * N + n) * p.channels + channel, h[k * N + n], width);
+            if (steps.in_range)
+                advance_all<true>(p, a + k * N, h + k * N, steps, B, C, count);
+            else
+                advance_all<false>(p, a + k * N, h + k * N, steps, B, C, count);
+            const Rows<T> out = rows_for(p.out, place, p.length, p.reverse, buffers[0]);
+            if (p.z.at) {
+                const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[2]);
+                for (long long t = 0; t < count; t += TOGETHER) {
+                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
+                    load_together(z, t, count, gate);
+                    sigmoids<TOGETHER>(gate, of, rest);
+                    UNROLL for (int j = 0; j < TOGETHER; ++j) steps.y[t + j] *= gate[j] * of[j];
+                }
+            }
+            for (long long t = 0; t < count; ++t) store(out[t], steps.y[t]);
+            flush(p.out, place, p.length, p.reverse, buffers[0]);
+        }
+    }
+    for (long long k = 0; k < blocks; ++k) {
+        const long long channel = item.first + k * W, rest = item.end - channel;
+        for (long long n = 0; n < N; ++n)
+            scatter(p.last + (item.image * p.channels + channel) * N + n, N, h[k * N + n], least(rest, W));
+    }
+}

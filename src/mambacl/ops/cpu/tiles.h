@@ -1,0 +1,164 @@
+// Tiles of TILE times by W channels: read from and written to tensors of any strides. Included after lanes.h.
+//
+// Where the channels of a tensor are contiguous a tile is read in place, row after row. Where the times are, as in the
+// public (b, d, l), it is transposed by quads of 16 bytes through a buffer. Anything else goes number by number.
+
+struct Place {
+    long long image, step, steps, channel, count;  // steps are times in the order of the scan; `count` <= W channels
+};
+
+#if BYTES
+static const int Q = 16 / sizeof(T);
+typedef T Quad __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#ifdef SINGLE
+typedef int32_t Order __attribute__((vector_size(16)));
+#else
+typedef int64_t Order __attribute__((vector_size(16)));
+#endif
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Order{__VA_ARGS__})
+#endif
+
+static INLINE void transpose(Quad* rows) {
+#ifdef SINGLE
+    const Quad a = SHUFFLE(rows[0], rows[1], 0, 4, 1, 5), b = SHUFFLE(rows[0], rows[1], 2, 6, 3, 7);
+    const Quad c = SHUFFLE(rows[2], rows[3], 0, 4, 1, 5), d = SHUFFLE(rows[2], rows[3], 2, 6, 3, 7);
+    rows[0] = SHUFFLE(a, c, 0, 1, 4, 5), rows[1] = SHUFFLE(a, c, 2, 3, 6, 7);
+    rows[2] = SHUFFLE(b, d, 0, 1, 4, 5), rows[3] = SHUFFLE(b, d, 2, 3, 6, 7);
+#else
+    const Quad a = SHUFFLE(rows[0], rows[1], 0, 2), b = SHUFFLE(rows[0], rows[1], 1, 3);
+    rows[0] = a, rows[1] = b;
+#endif
+}
+#undef SHUFFLE
+#else
+static const int Q = 1;
+typedef T Quad;
+static INLINE void transpose(Quad*) {}
+#endif
+
+// Rows of W numbers each, one per step.
+template <typename U>
+struct Rows {
+    U* at;
+    long long step;
+    U* operator[](long long t) const { return at + t * step; }
+};
+
+template <typename U>
+static INLINE bool in_place(const View<U>& view, const Place& place) {
+    return view.channel == 1 && place.count == W;
+}
+
+template <typename U>
+static INLINE Rows<U> rows_in_place(const View<U>& view, const Place& place, long long length, bool reverse) {
+    const long long time = reverse ? length - 1 - place.step : place.step;
+    U* at = view.at + place.image * view.batch + time * view.time + place.channel * view.channel;
+    return {at, reverse ? -view.time : view.time};
+}
+
+// Copies between a tile of the tensor and the buffer (TILE, W): into the buffer, or back.
+template <bool BACK, typename U>
+static void carry(const View<U>& view, const Place& place, long long length, bool reverse, T* buffer) {
+    const long long begin = reverse ? length - place.step - place.steps : place.step;  // the first time in memory
+    U* at = view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
+    T* row = reverse ? buffer + (place.steps - 1) * W : buffer;
+    const long long step = reverse ? -W : W;
+    long long whole = 0;
+    if (view.time == 1 && place.count == W) {
+        whole = place.steps / Q * Q;
+        for (long long t = 0; t < whole; t += Q)
+            for (long long c = 0; c < W; c += Q) {
+                Quad quads[Q];
+                for (int i = 0; i < Q; ++i)
+                    memcpy(&quads[i], BACK ? row + (t + i) * step + c : at + (c + i) * view.channel + t, sizeof(Quad));
+                transpose(quads);
+                for (int i = 0; i < Q; ++i)
+                    memcpy(BACK ? (T*)at + (c + i) * view.channel + t : row + (t + i) * step + c, &quads[i], sizeof(Quad));
+            }
+    } else if (!BACK && place.count < W) {
+        memset(buffer, 0, sizeof(T) * W * place.steps);
+    }
+    for (long long t = whole; t < place.steps; ++t)
+        for (long long c = 0; c < place.count; ++c) {
+            T* there = (T*)at + t * view.time + c * view.channel;
+            if (BACK)
+                *there = row[t * step + c];
+            else
+                row[t * step + c] = *there;
+        }
+}
+
+// The rows of a tile, where they lie or in the buffer. Channels beyond `count` are zero.
+static INLINE Rows<const T> rows_of(
+    const View<const T>& view, const Place& place, long long length, bool reverse, T* buffer) {
+    if (in_place(view, place)) return rows_in_place(view, place, length, reverse);
+    carry<false>(view, place, length, reverse, buffer);
+    return {buffer, W};
+}
+
+// Rows to write to, and what brings them to their place afterwards.
+static INLINE Rows<T> rows_for(const View<T>& view, const Place& place, long long length, bool reverse, T* buffer) {
+    if (in_place(view, place)) return rows_in_place(view, place, length, reverse);
+    return {buffer, W};
+}
+
+static INLINE void flush(const View<T>& view, const Place& place, long long length, bool reverse, T* buffer) {
+    if (!in_place(view, place)) carry<true>(view, place, length, reverse, buffer);
+}
+
+// The first `count` lanes of a row, for the last block of a group of channels.
+static INLINE Lanes load_some(const T* from, long long count) {
+    if (count == W) return load(from);
+    T row[W] = {};
+    for (long long i = 0; i < count; ++i) row[i] = from[i];
+    return load(row);
+}
+
+static INLINE void store_some(T* to, Lanes value, long long count) {
+    if (count == W) return store(to, value);
+    T row[W];
+    store(row, value);
+    for (long long i = 0; i < count; ++i) to[i] = row[i];
+}
+
+// A column of a matrix with the channels as rows: the values of W channels.
+static INLINE Lanes gather(const T* from, long long step, long long count) {
+    T row[W] = {};
+    for (long long i = 0; i < count; ++i) row[i] = from[i * step];
+    return load(row);
+}
+
+static INLINE void scatter(T* to, long long step, Lanes value, long long count) {
+    T row[W];
+    store(row, value);
+    for (long long i = 0; i < count; ++i) to[i * step] = row[i];
+}
+
+// The sums of the lanes of each of `count` vectors.
+static void totals(const Lanes* from, T* to, long long count) {
+    const T* lanes = reinterpret_cast<const T*>(from);
+    long long i = 0;
+    for (; i + Q <= count; i += Q) {
+        Quad rows[Q];
+        for (int j = 0; j < Q; ++j) {
+            Quad sum, other;
+            memcpy(&sum, lanes + (i + j) * W, sizeof(Quad));
+            for (int k = Q; k < W; k += Q) {
+                memcpy(&other, lanes + (i + j) * W + k, sizeof(Quad));
+                sum += other;
+            }
+            rows[j] = sum;
+        }
+        transpose(rows);
+        for (int j = 1; j < Q; ++j) rows[0] += rows[j];
+        memcpy(to + i, rows, sizeof(Quad));
+    }
+    for (; i < count; ++i) {
+        T sum = 0;
+        for (int k = 0; k < W; ++k) sum += lanes[i * W + k];
+        to[i] = sum;
+    }
+}

@@ -1,0 +1,1 @@
+"""The Triton side of the operators: imported only where a kernel runs."""

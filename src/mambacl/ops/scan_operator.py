@@ -1,0 +1,181 @@
+"""The recurrence as one PyTorch operator with its backward, whichever backend runs it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambacl.ops import cpu, scan_tiles, scan_torch, scan_triton
+from mambacl.ops.operator import nothing, operator
+from mambacl.ops.precision import full_precision
+
+NONE, GIVEN, INSIDE = 0, 1, 2  # no softplus; delta is one already; the kernel takes it (as in ops.kernels.scan)
+
+
+def _run(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    log_A: bool,
+    softplus: bool,
+    order: str,
+    height: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output in `dtype`, last state, what the backend keeps for the backward besides its inputs and, with a weight, the
+    steps. With a weight (d, rank), delta (b, l, rank) is what its product makes the steps of, before the softplus."""
+    steps = nothing(u)
+    with full_precision(u):
+        if backend == "torch":
+            out, last, kept = scan_torch.forward(u, delta, A, B, C)
+            return out.contiguous(), last.contiguous(), kept, steps
+        if backend == "native":
+            reverse = order == "reverse"
+            out, last, kept = cpu.forward(
+                u, delta, A, B, C, D, z, bias, log_A=log_A, softplus=softplus, reverse=reverse
+            )
+            return out, last, kept, steps
+        bare = _bare(u, delta, D, z, order, weight is not None)
+        if weight is not None:
+            from mambacl.ops.kernels.steps import project_steps
+
+            steps = project_steps(delta, weight, bias)
+        elif softplus and bare:
+            steps = F.softplus(delta.float() if bias is None else delta.float() + bias.float()).contiguous()
+        if bare:
+            given = steps if softplus else delta if bias is None else delta.float() + bias.float()
+            out, last, kept = scan_triton.forward(u, given, A, B, C, order == "reverse", log_A)
+            return out.to(dtype), last, kept, steps
+        inside = (GIVEN if weight is not None else INSIDE) if softplus else NONE
+        given, bias = (steps, None) if weight is not None else (delta, bias)
+        out, last, kept = scan_tiles.forward(
+            u, given, A, B, C, D, z, bias, log_A=log_A, softplus=inside, order=order, height=height, dtype=dtype
+        )
+        return out, last, kept, steps
+
+
+def _bare(u: Tensor, delta: Tensor, D: Tensor | None, z: Tensor | None, order: str, low_rank: bool) -> bool:
+    """Whether the kernels of the bare recurrence serve, which are the fastest for contiguous channels."""
+    plain = D is None and z is None and order != "cross"
+    return plain and u.stride(2) == 1 and (low_rank or delta.stride(2) == 1)
+
+
+def _back(
+    dout: Tensor,
+    dlast: Tensor | None,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    kept: Tensor,
+    log_A: bool,
+    softplus: int,
+    order: str,
+    height: int,
+    backend: str,
+    need_A: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of u, delta, A, B, C, D, z and bias, in their types; without elements where there is none."""
+    found: tuple[Tensor | None, ...]
+    with full_precision(u):
+        if backend == "torch":
+            dlast = u.new_zeros(u.shape[0], *A.shape) if dlast is None else dlast
+            grads = scan_torch.backward(dout, dlast, u, delta, A, B, C, kept)
+            found = (*(grad.contiguous() for grad in grads), None, None, None)
+        elif backend == "native":
+            found = cpu.backward(
+                *(dout, dlast, u, delta, A, B, C, D, z, bias, kept),
+                log_A=log_A, softplus=bool(softplus), reverse=order == "reverse", need_A=need_A,
+            )  # fmt: skip
+        elif _bare(u, delta, D, z, order, False):
+            given = delta if softplus or bias is None else delta.float() + bias.float()
+            du, ddelta, dA, dB, dC = scan_triton.backward(
+                dout, dlast, u, given, A, B, C, kept, order == "reverse", log_A, softplus=softplus > 0, need_A=need_A
+            )
+            dbias = None if bias is None else ddelta.float().sum((0, 1))
+            found = (du, ddelta, dA if need_A else None, dB.contiguous(), dC.contiguous(), None, None, dbias)
+        else:
+            found = scan_tiles.backward(
+                *(dout, dlast, u, delta, A, B, C, D, z, bias, kept),
+                log_A=log_A, softplus=softplus, order=order, height=height, need_A=need_A,
+            )  # fmt: skip
+    inputs = (u, delta, A, B, C, D, z, bias)
+    pairs = zip(found, inputs, strict=True)
+    return tuple(  # type: ignore[return-value]
+        nothing(u) if grad is None or given is None else grad.to(given.dtype) for grad, given in pairs
+    )
+
+
+def _like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty(shape, dtype=dtype)
+
+
+def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height, dtype, backend):  # type: ignore[no-untyped-def]
+    state = torch.float32 if backend == "triton" else u.dtype
+    steps = (0,)
+    if backend == "torch":
+        out, kept = u.new_empty(u.shape), scan_torch.kept_shape(u, A, B)
+    elif backend == "native":
+        out, kept = scan_tiles.out_like(u, u.shape[2], u.dtype), cpu.kept_shape(u, A, B)
+    elif _bare(u, delta, D, z, order, weight is not None):
+        out, kept = u.new_empty(u.shape, dtype=dtype), scan_triton.kept_shape(u, A)
+        steps = u.shape if softplus else steps
+    else:
+        out = scan_tiles.out_like(u, A.shape[0], dtype)
+        kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, order)
+        steps = (*u.shape[:2], A.shape[0]) if weight is not None else steps
+    return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *steps, dtype=state)
+
+
+def _fake_back(  # type: ignore[no-untyped-def]
+    dout, dlast, u, delta, A, B, C, D, z, bias, kept, log_A, softplus, order, height, backend, need_A
+):
+    def like(x: Tensor | None) -> Tensor:
+        if x is None:
+            return nothing(u)
+        return scan_tiles.out_like(x, x.shape[2], x.dtype) if x.dim() == 3 else x.new_empty(x.shape)
+
+    return like(u), like(delta), like(A if need_A else None), like(B), like(C), like(D), like(z), like(bias)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    u, delta, A, B, C, D, z, bias, weight, ctx.log_A, softplus, ctx.order, ctx.height, _, ctx.backend = inputs
+    taken = output[3].numel() > 0  # the softplus, before the recurrence
+    ctx.softplus = (GIVEN if taken else INSIDE) if softplus else NONE
+    ctx.dtype = delta.dtype
+    low_rank = delta if weight is not None and ctx.needs_input_grad[8] else None
+    kept_bias = None if weight is not None else bias
+    ctx.save_for_backward(u, output[3] if taken else delta, A, B, C, D, z, kept_bias, output[2], low_rank, weight)
+    ctx.set_materialize_grads(False)  # else zeros for what nobody differentiates
+
+
+def _differentiate(ctx, dout, dlast, dkept, dsteps):  # type: ignore[no-untyped-def]
+    needs = ctx.needs_input_grad
+    *saved, low_rank, weight = ctx.saved_tensors  # once: checkpointing unpacks them only once
+    u, A = saved[0], saved[2]
+    dout = torch.zeros((*u.shape[:2], A.shape[0]), dtype=torch.float32, device=u.device) if dout is None else dout
+    flags = (ctx.log_A, ctx.softplus, ctx.order, ctx.height, ctx.backend, needs[2])
+    du, ddelta, dA, dB, dC, dD, dz, dbias = _backward(dout, dlast, *saved, *flags)
+    dweight = None
+    if weight is not None:
+        rows = ddelta.flatten(0, 1)
+        dweight = rows.T @ low_rank.flatten(0, 1).to(rows.dtype) if needs[8] else None
+        dbias = rows.sum(0)
+        ddelta = (rows @ weight).unflatten(0, u.shape[:2])
+    ddelta = ddelta.to(ctx.dtype)
+    grads = (du, ddelta, dA, dB, dC, dD, dz, dbias, dweight)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *[None] * 6
+
+
+_backward = operator("scan_backward", _back, _fake_back)
+scan = operator("scan", _run, _fake, _keep, _differentiate)
