@@ -3,7 +3,8 @@
     python benchmarks/busy_cpu.py [--rounds N] [--seconds S]
 
 Each figure is the median over rounds, in which every way takes its turn in a process of its own. `spinning`: OpenMP's
-own; `short`: GOMP_SPINCOUNT=2000; `passive`: OMP_WAIT_POLICY=passive, which the command line sets on a busy machine.
+own; a number: GOMP_SPINCOUNT, of which the command line sets 2000; `passive`: OMP_WAIT_POLICY=passive, which it sets
+on a machine that is busy when it starts. `--others 3`: as many programs beside it, each with a thread for each core.
 """
 
 import argparse
@@ -13,7 +14,11 @@ import subprocess
 import sys
 import time
 
-WAYS = {"spinning": {}, "short": {"GOMP_SPINCOUNT": "2000"}, "passive": {"OMP_WAIT_POLICY": "passive"}}
+WAYS: dict[str, dict[str, str]] = {
+    "spinning": {},
+    **{spins: {"GOMP_SPINCOUNT": spins} for spins in ("2000", "500", "200")},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
 OTHER = "import torch; a = torch.randn(1500, 1500)\nwhile True: a @ a"
 
 
@@ -21,18 +26,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of steps in each turn, at least one")
+    parser.add_argument("--others", type=int, default=1)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(step_seconds(options.seconds))
         return
     alone = turns(options.rounds, options.seconds)
-    other = subprocess.Popen([sys.executable, "-c", OTHER], env=environment({}))
+    others = [subprocess.Popen([sys.executable, "-c", OTHER], env=environment({})) for _ in range(options.others)]
     try:
         time.sleep(3)
         beside = turns(options.rounds, options.seconds)
     finally:
-        other.kill()
+        for other in others:
+            other.kill()
     print(f"{'threads wait':14} {'alone ms':>9} {'beside ms':>10} {'spinning / this, beside':>24}")
     for way in WAYS:
         ratio = beside["spinning"] / beside[way]

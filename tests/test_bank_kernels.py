@@ -1,5 +1,6 @@
 """The kernels that project updates against their plain twin, on the GPU or in Triton's interpreter."""
 
+import inspect
 import weakref
 
 import pytest
@@ -75,6 +76,31 @@ def test_sizes_that_are_no_multiple_of_a_tile(n, size, rank, groups, monkeypatch
     seen = kernel_calls(monkeypatch)
     assert_twins_agree(bank, tensors(shapes, 1), tensors(shapes, 2))
     assert seen == [(2 * groups, n, size)]
+
+
+@kernels
+@pytest.mark.parametrize("n, size, ranks", [(70, 160, (66, 76, 130)), (12, 40, (5, 9, 32))])
+def test_bases_of_several_widths_in_one_stack(n, size, ranks, monkeypatch):
+    """Each is multiplied by its own columns; of a tile that is padding alone nothing is read."""
+    names = [f"p{i}" for i in range(len(ranks))]
+    uses = [(made(size, rank, seed)[0], [Part("linear", names[seed])]) for seed, rank in enumerate(ranks)]
+    shapes = {name: torch.Size((n, size)) for name in names}
+    bank = Bank(uses, shapes, 0.9, "none", torch.float32, HERE)
+    (stack,) = [stack for stack in bank.stacks if len(stack.widths) > 1]
+    assert len(set(stack.widths.flatten().tolist())) > 1 and int(stack.widths.max()) <= stack.basis.shape[-1]
+    seen = kernel_calls(monkeypatch)
+    assert_twins_agree(bank, tensors(shapes, 1), tensors(shapes, 2))
+    assert len(seen) == len(bank.stacks)
+
+
+@kernels
+def test_a_task_that_changes_ranks_compiles_nothing():
+    """A number of columns that were known at compilation would cost two compilations for each shape and task."""
+    from mambacl.nullspace.bank_kernels import _apply, _inside
+
+    for kernel in (_inside, _apply):
+        parameters = inspect.signature(kernel.fn).parameters
+        assert parameters["r"].annotation is inspect.Parameter.empty
 
 
 @kernels

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 
 from mambacl.streams.batched_draws import OPS, SIGNED, draw, draw_boxes, draw_operations
 from mambacl.streams.batched_ops import NONE
+from mambacl.streams.draws import Draws, draw_flips
 
 POLICIES = [v2.AutoAugmentPolicy.CIFAR10, v2.AutoAugmentPolicy.IMAGENET]
 N = 20_000
@@ -131,3 +132,13 @@ def test_a_part_of_the_draws_is_that_part() -> None:
     whole = draw(np.random.default_rng(0), augment, np.tile([[20, 30]], (50, 1)))
     part = whole.at(np.array([7, 3]))
     assert (part.boxes == whole.boxes[[7, 3]]).all() and (part.magnitudes == whole.magnitudes[[7, 3]]).all()
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+def test_flips_drawn_without_torchvision_are_the_same(padding: int) -> None:
+    flip = v2.RandomHorizontalFlip()
+    theirs = v2.Compose([v2.RandomCrop(32, padding=padding), flip]) if padding else flip
+    sizes = np.tile([[32, 32]], (50, 1))
+    one, other = draw(np.random.default_rng(7), theirs, sizes), draw_flips(np.random.default_rng(7), padding, sizes)
+    for name in Draws.__dataclass_fields__:
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name

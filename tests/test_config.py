@@ -71,7 +71,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"device": "tpu"}, r"device must be"),
     ({"seed": -1}, r"seed must not be negative"),
     ({"pretrained": None}, r"pretrained"),
-    ({"precision": "fp16"}, r"precision takes one of float32, tf32, bf16"),
+    ({"precision": "fp16"}, r"precision takes one of auto, float32, tf32, bf16"),
 ]
 
 

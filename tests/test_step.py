@@ -17,7 +17,7 @@ import mambacl
 from mambacl.evaluation import all_metrics
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
-from mambacl.training import loop
+from mambacl.training import checkpoints, loop
 from mambacl.training.background import Background
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import make_optimizer
@@ -190,11 +190,32 @@ def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call() -> Non
 def test_a_checkpoint_written_beside_the_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "plain"))
     monkeypatch.setattr(loop, "Background", lambda on: Background(on=True))
+    monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 0.0)
+    monkeypatch.setattr(Background, "busy", False)
     beside = mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "beside"))
-    for name in ("last", "previous", "task-end"):
+    for name in ("last", "previous", "task-end", "task-01", "task-02"):
         one, other = (load_file(run.folder / "checkpoints" / f"{name}.safetensors") for run in (plain, beside))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
     assert plain.results["correct"] == beside.results["correct"]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_disk_that_is_behind_keeps_no_epoch_waiting(
+    slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a task, checkpoints are left out while one is being written, or right after one; at its end none is."""
+    written: list[tuple[int, int]] = []
+    write = checkpoints.write
+    monkeypatch.setattr(loop, "Background", lambda on: Background(on=True))
+    monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 0.0 if slow else 1e9)
+    monkeypatch.setattr(Background, "busy", slow)
+    monkeypatch.setattr(
+        checkpoints, "write", lambda *given: written.append((given[1].task, given[1].epoch)) or write(*given)
+    )
+    run = mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "run"))
+    first = [] if slow else [(0, 1)]
+    assert written == [*first, (1, 0), (2, 0), (3, 0)]
+    assert mambacl.evaluate(run.folder).counted == run.results["correct"][-1]
 
 
 def test_results_written_late_are_those_of_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

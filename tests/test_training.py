@@ -73,8 +73,7 @@ def test_results_have_the_agreed_form(uninterrupted: Path) -> None:
     assert (results["benchmark"], results["method"], results["backbone"]) == ("small", "mamba-cl", "defocus_mamba")
     assert [len(row) for row in results["correct"]] == [1, 2, 3]
     assert results["total"] == [400, 300, 300] and [len(task) for task in results["tasks"]] == [4, 3, 3]
-    assert set(results["seconds"]) == {"train", "covariance", "decomposition", "evaluate"}
-    assert all(value > 0 for value in results["seconds"].values())
+    assert all(results["seconds"][phase] > 0 for phase in ("train", "covariance", "decomposition", "evaluate"))
     assert results["images_per_second"] > 0 and results["peak_memory_bytes"] > 1e6
     assert set(results["metrics"]) >= {"final_accuracy_tasks", "final_accuracy_images", "forgetting"}
     stream = json.loads((uninterrupted / "stream.json").read_text())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mambacl.nullspace import NullSpace
     from mambacl.ops import selective_scan
     from mambacl.reports import write_report as report
+    from mambacl.training.recorded import recorded
     from mambacl.training.run import Run, audit, evaluate, resume, train
 
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "UserError": "mambacl.errors",
     "audit": "mambacl.training.run",
     "evaluate": "mambacl.training.run",
+    "recorded": "mambacl.training.recorded",
     "report": "mambacl.reports",
     "resume": "mambacl.training.run",
     "train": "mambacl.training.run",
@@ -38,6 +40,7 @@ __all__ = [
     "create_model",
     "evaluate",
     "list_models",
+    "recorded",
     "report",
     "resume",
     "selective_scan",

@@ -2,6 +2,8 @@
 
 Later sources win over earlier ones: the named setting and recipe, the preset or file, then what was given by hand.
 Naming a setting or a recipe starts anew from it: what an earlier source changed in another is dropped.
+
+PyTorch is not loaded for any of it, unless another backbone than the preset's is named.
 """
 
 import dataclasses
@@ -9,22 +11,20 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
-from mambacl.nullspace import Setting
-from mambacl.nullspace.settings import setting_named
+from mambacl.nullspace.settings import Setting, setting_named
 from mambacl.options import build_config, merge
 from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
-from mambacl.streams import StreamConfig
+from mambacl.streams.config import StreamConfig
 from mambacl.training.recipe import Recipe, recipe_named
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -63,9 +63,10 @@ class RunConfig:
     """of the classifiers, the order of the images and their augmentation"""
     device: str = "auto"
     """auto (cuda where there is one), cpu, cuda or cuda:N"""
-    precision: Literal["float32", "tf32", "bf16"] = "float32"
-    """tf32 takes matrix products on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that
-    leaves in float32 as tf32 does; the scan, A and delta stay in float32, and so does the projection"""
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "float32"
+    """auto is bf16 on a GPU that has it, else float32, and a run keeps what it began with; tf32 takes matrix products
+    on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that leaves in float32 as tf32 does;
+    the scan, A and delta stay in float32, and so does the projection"""
     fast: bool = True
     """on a GPU: fused kernels, recorded steps, images prepared there; false takes the plain twin of each"""
     audit_images: int = 0
@@ -106,6 +107,12 @@ def build_parser(prog: str = "mambacl train") -> ArgumentParser:
     return parser
 
 
+@cache
+def _parser() -> ArgumentParser:
+    """For values that are at hand already: one serves all, and building it takes a quarter of a second."""
+    return build_parser()
+
+
 def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides: Mapping[str, Any]) -> RunConfig:
     """The whole configuration, from a preset's name, a YAML file, a mapping or another configuration, and overrides."""
     if isinstance(source, RunConfig):
@@ -134,6 +141,8 @@ def _for_backbone(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
     name = overrides.get("backbone")
     if not isinstance(name, str) or name == base.get("backbone", RunConfig.backbone):
         return base
+    from mambacl.backbones.registry import MODELS
+
     dropped = ["pretrained", "backbone_options", "nullspace.blocks"]
     sizes = ("image_size", "resize")
     if any(_part(base, "stream", "transforms").get(key) is not None for key in sizes):
@@ -164,6 +173,10 @@ def _without(values: Mapping[str, Any], dropped: Iterable[str], prefix: str = ""
 def _input_size(name: str, options: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The shape of the images a model is made for; None where it cannot be built without values, for any reason: what
     is wrong with it is said when it is built in earnest."""
+    import torch
+
+    from mambacl.backbones.registry import MODELS
+
     try:
         entry = MODELS.get(name)
         with torch.device("meta"):
@@ -211,7 +224,7 @@ def _nested(layer: Mapping[str, Any]) -> dict[str, Any]:
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Checks names, types and values."""
     _check_names(values, RunConfig, "")
-    parser = build_parser()
+    parser = _parser()
     try:
         parsed = parser.parse_object(dict(values))
         built = parser.instantiate(parsed)

@@ -1,9 +1,19 @@
-"""How products of float32 matrices are computed."""
+"""What a run computes in, and how products of float32 matrices are computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+
+def named(precision: str, device: torch.device) -> str:
+    """The precision that `auto` stands for on a device: bf16 where it has it; any other as it is."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "float32"
+    with torch.cuda.device(device):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 @contextmanager

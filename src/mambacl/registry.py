@@ -1,7 +1,8 @@
 """A table of named things that other packages extend by entry point. Backbones, methods and data sets each have one."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
@@ -17,10 +18,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class Registry(Generic[T]):
-    def __init__(self, noun: str, group: str) -> None:
+    def __init__(self, noun: str, group: str, own: Mapping[str, str] | None = None) -> None:
         """`noun` for error messages; `group` is the entry point group whose members are imported at the first
-        look-up."""
-        self.noun, self.group = noun, group
+        look-up; `own`: the modules of the package's own entries, by name, each imported when it is looked up."""
+        self.noun, self.group, self.own = noun, group, dict(own or {})
         self._entries: dict[str, T] = {}
         self._loaded = False
 
@@ -31,18 +32,23 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         self._load()
-        return list(self._entries)
+        return self.known()
 
     def known(self) -> list[str]:
         """The names so far, whether or not other packages can be loaded."""
-        return list(self._entries)
+        return list(dict.fromkeys((*self.own, *self._entries)))
+
+    def check(self, name: str) -> None:
+        """Refuses a name that is not there, without importing what has it."""
+        self._load()
+        if name not in self.known():
+            hint = did_you_mean(name, self.known())
+            raise UserError(f"There is no {self.noun} '{name}'.{hint} Known: {', '.join(self.known())}.")
 
     def get(self, name: str) -> T:
-        self._load()
+        self.check(name)
         if name not in self._entries:
-            known = ", ".join(self._entries)
-            hint = did_you_mean(name, self._entries)
-            raise UserError(f"There is no {self.noun} '{name}'.{hint} Known: {known}.")
+            import_module(self.own[name])
         return self._entries[name]
 
     def _load(self) -> None:

@@ -17,6 +17,7 @@ from mambacl.cli.reporting import audit, report
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
+from mambacl.training.seconds import count_from_the_start_of_the_process
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     command.__name__: command
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 LONG = (train, resume, evaluate, paper, audit)  # and compute
 BUSY = 0.5  # programs that want a core, for each core
+SPINS = "2000"  # about as long as Python takes from one operation to the next
 
 
 def usage() -> str:
@@ -55,6 +57,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_name()
+    if arguments is None:  # the process is there for this command
+        count_from_the_start_of_the_process()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a reader that has gone is no mistake
@@ -84,12 +88,18 @@ def _print_any_name() -> None:
 
 
 def _share_cores() -> None:
-    """OpenMP's threads wait for each other by spinning. Where other programs want the cores too, it keeps them from the
-    very threads that are waited for. It counts where PyTorch, which starts them, is not loaded yet."""
-    chosen = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+    """OpenMP's threads wait for each other by spinning, for milliseconds. Where other programs want the cores too, it
+    keeps them from the very threads that are waited for: they spin for a moment only, and not at all where the machine
+    is busy already. It counts where PyTorch, which starts them, is not loaded yet."""
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        return
+    busy = False
     with suppress(AttributeError, OSError):  # not every system knows its load
-        if not chosen and os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
-            os.environ["OMP_WAIT_POLICY"] = "passive"
+        busy = os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    if busy:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    else:
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -10,18 +10,26 @@ from mambacl.cli.parsing import Parser
 
 def bench(arguments: Sequence[str]) -> int:
     """how fast this machine does it, part by part: `mambacl bench scan step --device cpu`"""
-    from mambacl.bench import PARTS, SHAPES
-    from mambacl.bench import bench as run_bench
-
+    parts, names = _names() if {"-h", "--help"} & set(arguments) else ("", "")
     words = "Times the parts named, or all, at sizes that suit the device. Ratios are those of one run."
     parser = Parser(prog="mambacl bench", description=words)
-    parser.add_argument("parts", metavar="PART", nargs="*", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("parts", metavar="PART", nargs="*", help=f"of {parts}; all if none is named")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, with machine and date")
-    shapes = f"scans to time: {', '.join(SHAPES)}; those that suit the device if left out"
+    shapes = f"scans to time: {names}; those that suit the device if left out"
     parser.add_argument("--shape", nargs="+", action="extend", default=[], metavar="NAME", help=shapes)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats, to see that all is well")
     parser.add_argument("--root", type=Path, default=None, help="folder with CIFAR-100's files, for the part run")
     given = parser.parse_intermixed_args(arguments)
+
+    from mambacl.bench import bench as run_bench
+
     run_bench(given.parts, given.device, given.json, given.shape, given.quick, given.root)
     return 0
+
+
+def _names() -> tuple[str, str]:
+    """Of the parts and the shapes, which PyTorch must be loaded for."""
+    from mambacl.bench import PARTS, SHAPES
+
+    return ", ".join(PARTS), ", ".join(SHAPES)

@@ -13,15 +13,8 @@ from mambacl.registry import did_you_mean
 
 def plan(arguments: Sequence[str]) -> int:
     """what protecting a model will cost: `mambacl plan defocus_mamba_large_22k --image-size 192`, or of a preset"""
-    import torch
-
-    from mambacl.backbones import create_model
     from mambacl.config import RunConfig, preset_names, resolve
-    from mambacl.nullspace import SETTINGS, NullSpace
-    from mambacl.nullspace.plan import make_plan
-    from mambacl.ops.switch import serves
-    from mambacl.reports.plans import plan_text
-    from mambacl.training.run import pick_device
+    from mambacl.nullspace.settings import SETTINGS
 
     words = "Predicts the bytes, the FLOPs of a projected step and the time of a decomposition, before any training."
     parser = Parser(prog="mambacl plan", description=words)
@@ -41,6 +34,16 @@ def plan(arguments: Sequence[str]) -> int:
     for name in ("tasks", "image_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}.")
+
+    import torch
+
+    from mambacl.backbones import create_model
+    from mambacl.nullspace import NullSpace
+    from mambacl.nullspace.plan import make_plan
+    from mambacl.ops.switch import serves
+    from mambacl.reports.plans import plan_text
+    from mambacl.training.run import pick_device
+
     known = given.backbone in preset_names()
     config = resolve(given.backbone, {}) if known else RunConfig(backbone=given.backbone)
     with torch.device("meta"):
@@ -63,15 +66,16 @@ def plan(arguments: Sequence[str]) -> int:
 
 def models(arguments: Sequence[str]) -> int:
     """list the backbones: size, FLOPs, public weights, licence, accuracy"""
+    parser = Parser(prog="mambacl models", description="Lists the backbones.")
+    parser.add_argument("name", nargs="?", default="", help="only models whose name contains this")
+    given = parser.parse_args(arguments)
+
     import torch
 
     from mambacl.backbones import create_model
     from mambacl.backbones.flops import count_flops
     from mambacl.backbones.registry import MODELS
 
-    parser = Parser(prog="mambacl models", description="Lists the backbones.")
-    parser.add_argument("name", nargs="?", default="", help="only models whose name contains this")
-    given = parser.parse_args(arguments)
     names = [name for name in sorted(MODELS.names()) if given.name in name]
     if not names:
         raise UserError(f"No model's name contains '{given.name}'.{did_you_mean(given.name, MODELS.names())}")
@@ -112,14 +116,15 @@ def methods(arguments: Sequence[str]) -> int:
 
 def convert(arguments: Sequence[str]) -> int:
     """a public checkpoint as safetensors: `mambacl convert FILE OUT.safetensors`"""
-    from mambacl.backbones import convert as convert_file
-
     parser = Parser(prog="mambacl convert", description="Writes the weights of a checkpoint as safetensors; nothing "
                     "from the file is run.")  # fmt: skip
     parser.add_argument("file", type=Path, help="a .pth, .pt, .bin or .safetensors file")
     parser.add_argument("out", type=Path, help="the file to write, ending in .safetensors")
     parser.add_argument("--key", default=None, help="entry that holds the weights, such as model_ema")
     given = parser.parse_args(arguments)
+
+    from mambacl.backbones import convert as convert_file
+
     account = convert_file(given.file, given.out, given.key)
     print(f"Tensors written to {given.out}: {len(account.loaded)}.")
     if account.inert:

@@ -13,10 +13,6 @@ from mambacl.errors import UserError
 
 def report(arguments: Sequence[str]) -> int:
     """an HTML page, figures and tables of one run or several: `mambacl report RUN...`"""
-    from mambacl.reports import comparison_table, load_run, write_report
-    from mambacl.reports.importing import import_records
-    from mambacl.reports.rendering import to_csv, to_latex, to_markdown, to_text
-
     words = "Writes a page, figures and tables; several runs are compared, and with --table set beside the paper's."
     parser = Parser(prog="mambacl report", description=words)
     parser.add_argument("runs", type=Path, nargs="*", help="run folders")
@@ -37,6 +33,11 @@ def report(arguments: Sequence[str]) -> int:
         raise UserError("Say which runs to report, as in mambacl report runs/<preset>-<method>-0.")
     if not given.table and (given.accuracy or given.forgetting):
         raise UserError("--accuracy and --forgetting choose what stands beside the paper's values: add --table NAME.")
+
+    from mambacl.reports import comparison_table, load_run, write_report
+    from mambacl.reports.importing import import_records
+    from mambacl.reports.rendering import to_csv, to_latex, to_markdown, to_text
+
     imported = import_records(given.imports, given.import_method, given.import_benchmark)
     runs = list({path.resolve(): path for path in given.runs}.values())
     pages = [path for path in runs if (path / "table.csv").exists() and not (path / "config.yaml").exists()]
@@ -72,11 +73,6 @@ def _beside_the_paper(given: Any, records: list[Any]) -> int:
 
 def audit(arguments: Sequence[str]) -> int:
     """what has moved in a run since each task, and which updates were protected: `mambacl audit RUN`"""
-    from mambacl.reports import write_report
-    from mambacl.reports.audits import drift_table, updates_table
-    from mambacl.reports.rendering import to_text
-    from mambacl.training.run import audit as audit_run
-
     words = (
         "Measures, block by block, how far delta, exp(delta A), delta B, C and the output have moved since each task, "
         "on the images that --audit-images kept, and how much of each update fell into protected directions."
@@ -86,6 +82,12 @@ def audit(arguments: Sequence[str]) -> int:
     parser.add_argument("--task", type=int, default=None, help="show the blocks of this task, counted from 1")
     parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
     given = parser.parse_args(arguments)
+
+    from mambacl.reports import write_report
+    from mambacl.reports.audits import drift_table, updates_table
+    from mambacl.reports.rendering import to_text
+    from mambacl.training.run import audit as audit_run
+
     found = audit_run(given.run, given.device)
     known = [entry["task"] + 1 for entry in found["tasks"]]
     if given.task is not None and given.task not in known:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mambacl.cli.parsing import Parser, check_options, with_underscores
+from mambacl.cli.status import status
 from mambacl.errors import UserError
+from mambacl.log import logger
 
 if TYPE_CHECKING:
     from mambacl.training.run import Run
+
+REPORTS_AFTER = 10.0  # seconds
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -20,8 +27,7 @@ def train(arguments: Sequence[str]) -> int:
     from jsonargparse import ArgumentError
 
     from mambacl.config import build_parser, preset_names, readable, resolve
-    from mambacl.methods import METHODS
-    from mambacl.training.run import train as run_training
+    from mambacl.methods.registry import METHODS
 
     parser = build_parser()
     parser.usage = (
@@ -55,7 +61,8 @@ def train(arguments: Sequence[str]) -> int:
     for method in methods:
         out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
         configs.append(resolve(preset, {**given, "method": method, "out": out}))
-        METHODS.get(method)  # a mistake in the last is found before the first is trained
+        METHODS.check(method)  # a mistake in the last is found before the first is trained
+    run_training = _loaded([f"{c.name} with {c.method} on {c.backbone}, to {c.folder}" for c in configs])
     try:
         runs = [run_training(config, overwrite=overwrite) for config in configs]
     except KeyboardInterrupt:
@@ -65,12 +72,31 @@ def train(arguments: Sequence[str]) -> int:
     return _show(runs, first)
 
 
+def _loaded(work: list[str]) -> Callable[..., Run]:
+    """`mambacl.train`. What is going to be done is said first, because loading PyTorch takes seconds."""
+    for words in work:
+        logger.info("Training %s", words)
+    with status("loading PyTorch"):
+        from mambacl.training.run import train as run_training
+    # What draws the report takes a second or two to load: while a GPU works, and not when all wait for the report.
+    loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports",))
+    loading.daemon = True
+    loading.start()
+    return run_training
+
+
 def _show(runs: list[Run], config: Any) -> int:
-    from mambacl.reports import comparison_table, load_run, write_report
-    from mambacl.reports.rendering import to_text
+    with status("writing the report"):
+        from mambacl.reports import comparison_table, load_run, write_report
+        from mambacl.reports.rendering import to_text
+        from mambacl.training.folder import RunFolder
 
     for run in runs:
-        page = write_report([run.folder])
+        started = time.perf_counter()
+        with status("writing the report"):
+            page = write_report([run.folder])
+        if run.trained:
+            RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
     if len(runs) > 1:
         parent = Path(config.out) if config.out else runs[0].folder.parent
         page = write_report([run.folder for run in runs], parent / f"{config.name}-comparison-{config.seed}")
@@ -81,19 +107,19 @@ def _show(runs: list[Run], config: Any) -> int:
 
 def resume(arguments: Sequence[str]) -> int:
     """continue a run after an interruption: `mambacl resume RUN`"""
-    from mambacl.training.run import resume as resume_run
-
     parser = Parser(prog="mambacl resume", description="Continues a run where its last checkpoint stands.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
     given = parser.parse_args(arguments)
+    _check_folder(given.run)
+    with status("loading PyTorch"):
+        from mambacl.training.run import resume as resume_run
+
     return _show([resume_run(given.run, given.device)], None)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """evaluate a run's last checkpoint again: `mambacl evaluate RUN`"""
-    from mambacl.training.run import evaluate as evaluate_run
-
     parser = Parser(prog="mambacl evaluate", description="Evaluates a run's last checkpoint over all tasks learned.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--batch-size", type=int, default=None, help="images in a batch; changes only the speed")
@@ -103,6 +129,10 @@ def evaluate(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if given.batch_size is not None and given.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {given.batch_size}.")
+    _check_folder(given.run)
+    with status("loading PyTorch"):
+        from mambacl.training.run import evaluate as evaluate_run
+
     again = evaluate_run(given.run, given.batch_size, given.device, given.scenario)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
@@ -117,3 +147,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     else:
         print(f"The run recorded {recorded}: a difference comes from another device or other library versions.")
     return 0
+
+
+def _check_folder(path: Path) -> None:
+    """A mistyped folder is refused before PyTorch is loaded."""
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is no run folder (it has no config.yaml); runs are in runs/ unless --out says so.")

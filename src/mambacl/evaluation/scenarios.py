@@ -1,9 +1,12 @@
 """What a test image's answer is chosen from, and when it is right: the three scenarios of incremental learning."""
 
-from collections.abc import Sequence
-from typing import Literal
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Scenario = Literal["class", "task", "domain"]
 

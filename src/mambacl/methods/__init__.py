@@ -1,6 +1,13 @@
 """Continual-learning methods, one file each."""
 
-from mambacl.methods import ease, frozen, mamba_cl, seq_adapter, sequential  # noqa: F401  (register themselves)
-from mambacl.methods.base import METHODS, HeadPerTask, Method, Setup, Task
+from typing import TYPE_CHECKING
+
+from mambacl.lazy import attributes
+from mambacl.methods.registry import METHODS
+
+if TYPE_CHECKING:
+    from mambacl.methods.base import HeadPerTask, Method, Setup, Task
 
 __all__ = ["METHODS", "HeadPerTask", "Method", "Setup", "Task"]
+
+__getattr__ = attributes(__name__, dict.fromkeys(("HeadPerTask", "Method", "Setup", "Task"), "base"))

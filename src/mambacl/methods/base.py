@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.classifiers import SeparateHeads
+from mambacl.methods.registry import METHODS
 from mambacl.nullspace import Setting
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
-from mambacl.registry import Registry
+
+__all__ = ["METHODS", "HeadPerTask", "Method", "NoOptions", "Setup", "Task"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,6 @@ class Method(ABC):
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         return
-
-
-METHODS: Registry[type[Method]] = Registry("method", "mambacl.methods")
 
 
 class HeadPerTask(Method):

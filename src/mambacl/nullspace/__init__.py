@@ -1,11 +1,16 @@
 """Feature covariances, their null spaces, and updates projected onto them, for any PyTorch model with selective
 SSMs."""
 
-from mambacl.nullspace.adapters import ADAPTERS, Block, Part
-from mambacl.nullspace.projectors import Decomposition, Projector, dense_projector
-from mambacl.nullspace.ranks import null_rank, null_ranks
-from mambacl.nullspace.settings import KINDS, PAPER_KINDS, SETTINGS, Rule, Setting, ablation
-from mambacl.nullspace.space import Consolidation, NullSpace, Protection
+from typing import TYPE_CHECKING
+
+from mambacl.lazy import attributes
+
+if TYPE_CHECKING:
+    from mambacl.nullspace.adapters import ADAPTERS, Block, Part
+    from mambacl.nullspace.projectors import Decomposition, Projector, dense_projector
+    from mambacl.nullspace.ranks import null_rank, null_ranks
+    from mambacl.nullspace.settings import KINDS, PAPER_KINDS, SETTINGS, Rule, Setting, ablation
+    from mambacl.nullspace.space import Consolidation, NullSpace, Protection
 
 __all__ = [
     "ADAPTERS",
@@ -26,3 +31,14 @@ __all__ = [
     "null_rank",
     "null_ranks",
 ]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        **dict.fromkeys(("ADAPTERS", "Block", "Part"), "selective"),  # which registers its adapters
+        **dict.fromkeys(("Decomposition", "Projector", "dense_projector"), "projectors"),
+        **dict.fromkeys(("null_rank", "null_ranks"), "ranks"),
+        **dict.fromkeys(("KINDS", "PAPER_KINDS", "SETTINGS", "Rule", "Setting", "ablation"), "settings"),
+        **dict.fromkeys(("Consolidation", "NullSpace", "Protection"), "space"),
+    },
+)

@@ -17,9 +17,10 @@ from mambacl.nullspace.projectors import Decomposition
 from mambacl.ops.switch import takes_kernel
 from mambacl.precision import float32_products
 
-ALIGNED = 8  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once
+ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once, and
+# Triton compiles a kernel again for numbers that are no multiple of 16
 MOST_TABLES = 16  # an optimizer may keep copies of its parameters, each at places of its own
-PADDING = 1.25  # bases are stacked with others that are at most so many times as wide
+PADDING = 2.0  # bases are stacked with others that are at most so many times as wide: few stacks are few kernels
 Tensors = Mapping[str, Tensor]  # parameters by name
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # where parameters lie, and how
 
@@ -117,12 +118,13 @@ class Stack:
     identity: Tensor  # (stacked, groups, 1, 1)
     factor: Tensor
     holds_null_space: Tensor  # (stacked, groups)
+    widths: Tensor  # (stacked, groups): columns of each basis before the padding
     slots: list[Slot] = field(default_factory=list)
 
     def follow(self, device: torch.device) -> None:
         """Moves to where the parameters are now."""
         if self.basis.device != device:
-            for name in ("basis", "identity", "factor", "holds_null_space"):
+            for name in ("basis", "identity", "factor", "holds_null_space", "widths"):
                 setattr(self, name, getattr(self, name).to(device))
             for slot in self.slots:
                 slot.energy = slot.energy.to(device)
@@ -162,7 +164,7 @@ class Stack:
 
         project_(
             table.addresses, table.strides, old.flatten(0, 1), self.basis.flatten(0, 1), self._numbers(slot),
-            self.identity, self.factor, slot.energy.view(-1, 2) if counted else None,
+            self.widths, self.identity, self.factor, slot.energy.view(-1, 2) if counted else None,
         )  # fmt: skip
         torch.autograd.graph.increment_version(slot.matrices(tensors))  # as everything does that changes a tensor
         return True
@@ -290,7 +292,8 @@ def _stacked(
             numbers[row, place] = torch.as_tensor(number, dtype=torch.float64).cpu()
     null = torch.stack([member.holds_null_space.reshape(groups) for member in members]).to(device)
     identity, factor = numbers.to(device, torch.promote_types(dtype, torch.float32))
-    return Stack(basis, identity, factor, null)
+    ranks = torch.stack([member.ranks.reshape(groups) for member in members])
+    return Stack(basis, identity, factor, null, torch.minimum(ranks, size - ranks).to(device, torch.int32))
 
 
 class Fence:

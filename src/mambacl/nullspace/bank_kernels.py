@@ -13,6 +13,10 @@ leaves, and three of the four products are added up (`tf32x3`): as exact as a pr
 adds up a few terms there and the rest in float32; to add up all of them there costs a digit, as these products round
 towards zero. They want the axis that is summed over to be the contiguous one of what they multiply by, which is why
 `_inside` computes its transpose.
+
+How many columns a basis has changes with every task. It is given as a number when a kernel runs, not when it is
+compiled, so that each shape of a parameter is compiled once; and each basis is multiplied by as many columns as it has
+itself, whatever it was padded to.
 """
 
 import torch
@@ -24,36 +28,38 @@ from mambacl.ops.kernels.launch import as_exact_as_float32, launch
 
 
 @triton.jit
-def _tile(pid, n_rows: tl.constexpr, n_columns: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's matrix, the rows and columns of its tile, and whether it is the first of these rows."""
-    across: tl.constexpr = (n_columns + COLUMNS - 1) // COLUMNS
-    tiles: tl.constexpr = (n_rows + ROWS - 1) // ROWS * across
+def _tile(pid, n_rows: tl.constexpr, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's matrix, its tile's rows, and the number of its first column."""
+    across = (n_columns + COLUMNS - 1) // COLUMNS
+    tiles = (n_rows + ROWS - 1) // ROWS * across
     tile = pid % tiles
     rows = (tile // across) * ROWS + tl.arange(0, ROWS)
-    columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
-    return (pid // tiles).to(tl.int64), rows, columns, tile % across == 0
+    return (pid // tiles).to(tl.int64), rows, (tile % across) * COLUMNS
 
 
 @triton.jit
 def _inside(
-    addresses, old, basis, bases, inside, sums, n: tl.constexpr, D: tl.constexpr, r: tl.constexpr, row: tl.constexpr,
+    addresses, old, basis, bases, widths, inside, sums, r, n: tl.constexpr, D: tl.constexpr, row: tl.constexpr,
     column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """inside (matrices, n, r); sums (matrices x tiles, 2), of squares."""
     pid = tl.program_id(0)
-    matrix, rows, columns, first = _tile(pid, n, r, ROWS, COLUMNS)
-    rows, columns = rows[None, :], columns[:, None]
+    matrix, rows, start_column = _tile(pid, n, r, ROWS, COLUMNS)
+    rows, columns = rows[None, :], (start_column + tl.arange(0, COLUMNS))[:, None]
     new = tl.load(addresses + matrix).to(tl.pointer_type(tl.float32))
     old += matrix * n * D
-    basis += tl.load(bases + matrix) * D * r
+    base = tl.load(bases + matrix)
+    first, own = start_column == 0, tl.load(widths + base)
+    basis += base * D * r
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([SUMMED, ROWS], tl.float32)
-    for start in range(0, D, SUMMED):
+    length = tl.where(first | (start_column < own), D, 0)  # the first tile of some rows also adds up their squares
+    for start in range(0, length, SUMMED):
         k = start + tl.arange(0, SUMMED)
         there = (rows < n) & (k < D)[:, None]
         change = tl.load(new + rows * row + k[:, None] * column, mask=there, other=0.0)
         change -= tl.load(old + rows * D + k[:, None], mask=there, other=0.0)
-        V = tl.load(basis + k[None, :] * r + columns, mask=(k < D)[None, :] & (columns < r), other=0.0)
+        V = tl.load(basis + k[None, :] * r + columns, mask=(k < D)[None, :] & (columns < own), other=0.0)
         acc = tl.dot(V.to(tl.float32), change, acc, input_precision=PRECISION)
         squares += change * change
     tl.store(inside + matrix * n * r + rows * r + columns, acc, mask=(rows < n) & (columns < r))
@@ -63,21 +69,22 @@ def _inside(
 
 @triton.jit
 def _apply(
-    addresses, old, basis, bases, inside, identity, factor, n: tl.constexpr, D: tl.constexpr, r: tl.constexpr,
+    addresses, old, basis, bases, widths, inside, identity, factor, r, n: tl.constexpr, D: tl.constexpr,
     row: tl.constexpr, column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    matrix, rows, columns, _ = _tile(tl.program_id(0), n, D, ROWS, COLUMNS)
-    rows, columns = rows[:, None], columns[None, :]
+    matrix, rows, start_column = _tile(tl.program_id(0), n, D, ROWS, COLUMNS)
+    rows, columns = rows[:, None], (start_column + tl.arange(0, COLUMNS))[None, :]
     new = tl.load(addresses + matrix).to(tl.pointer_type(tl.float32))
     base = tl.load(bases + matrix)
     basis += base * D * r
     inside += matrix * n * r
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, r, SUMMED):
+    own = tl.load(widths + base)
+    for start in range(0, own, SUMMED):
         k = start + tl.arange(0, SUMMED)
-        share = tl.load(inside + rows * r + k[None, :], mask=(rows < n) & (k < r)[None, :], other=0.0)
-        V = tl.load(basis + columns * r + k[:, None], mask=(columns < D) & (k < r)[:, None], other=0.0)
+        share = tl.load(inside + rows * r + k[None, :], mask=(rows < n) & (k < own)[None, :], other=0.0)
+        V = tl.load(basis + columns * r + k[:, None], mask=(columns < D) & (k < own)[:, None], other=0.0)
         acc = tl.dot(share, V.to(tl.float32), acc, input_precision=PRECISION)
     there = (rows < n) & (columns < D)
     places = new + rows * row + columns * column
@@ -88,15 +95,15 @@ def _apply(
 
 
 def project_(
-    addresses: Tensor, strides: tuple[int, int], old: Tensor, basis: Tensor, bases: Tensor, identity: Tensor,
-    factor: Tensor, energy: Tensor | None,
+    addresses: Tensor, strides: tuple[int, int], old: Tensor, basis: Tensor, bases: Tensor, widths: Tensor,
+    identity: Tensor, factor: Tensor, energy: Tensor | None,
 ) -> None:  # fmt: skip
     """Projects in place what lies at `addresses`, one for each of old's matrices (matrices, n, D), rows and columns
-    `strides` apart. basis (bases, D, r); identity, factor (bases,); `bases`: of each matrix. The sums of squares are
-    added to energy (matrices, 2)."""
+    `strides` apart. basis (bases, D, r), of which widths (bases,) columns are in use; identity, factor (bases,);
+    `bases`: of each matrix. The sums of squares are added to energy (matrices, 2)."""
     matrices, n, size = old.shape
     rank = basis.shape[-1]
-    sizes = {"n": n, "D": size, "r": rank, "row": strides[0], "column": strides[1]}
+    sizes = {"n": n, "D": size, "row": strides[0], "column": strides[1]}
     common = {**sizes, "PRECISION": as_exact_as_float32(old.device), "num_warps": 4, "num_stages": 3}
 
     rows = min(64, max(16, triton.next_power_of_2(n)))
@@ -104,13 +111,13 @@ def project_(
     tiles = triton.cdiv(n, rows) * triton.cdiv(rank, columns)
     inside, sums = old.new_empty(matrices, n, rank), old.new_empty(matrices, tiles, 2)
     launch(
-        _inside, (matrices * tiles,), addresses, old, basis, bases, inside, sums,
+        _inside, (matrices * tiles,), addresses, old, basis, bases, widths, inside, sums, rank,
         ROWS=rows, COLUMNS=columns, SUMMED=32 if rows == 64 else 64, **common,
     )  # fmt: skip
     if energy is not None:
         energy += sums.sum(1, dtype=torch.float64)
     tiles = triton.cdiv(n, rows) * triton.cdiv(size, 64)
     launch(
-        _apply, (matrices * tiles,), addresses, old, basis, bases, inside, identity, factor,
-        ROWS=rows, COLUMNS=64, SUMMED=32, **common,
+        _apply, (matrices * tiles,), addresses, old, basis, bases, widths, inside, identity,
+        factor, rank, ROWS=rows, COLUMNS=64, SUMMED=32, **common,
     )  # fmt: skip

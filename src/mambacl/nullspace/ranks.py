@@ -4,15 +4,19 @@ A spectrum is descending and non-negative: the eigenvalues of an uncentred covar
 same).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Spectrum = NDArray[np.floating]
 
@@ -29,7 +33,7 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
 
     All directions of a spectrum of zeros are null, except by "fraction".
     """
-    values = spectrum.detach().cpu().numpy() if isinstance(spectrum, Tensor) else np.asarray(spectrum)
+    values = _values(spectrum)
     if values.ndim != 1 or len(values) == 0:
         raise UserError(f"A spectrum is a vector with at least one value, got shape {values.shape}.")
     if not np.isfinite(values).all():
@@ -46,7 +50,7 @@ def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool =
     """
     if not together or rule.startswith("fraction"):
         return [0 if rule == "corner" and _flat(spectrum) else null_rank(spectrum, rule) for spectrum in spectra]
-    arrays = [np.asarray(s.detach().cpu().numpy() if isinstance(s, Tensor) else s) for s in spectra]
+    arrays = [_values(spectrum) for spectrum in spectra]
     if not all(np.isfinite(values).all() for values in arrays):
         raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
     ranks = [len(values) for values in arrays]  # of zeros, all is null
@@ -59,6 +63,10 @@ def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool =
     null = order[len(pooled) - (0 if rule == "corner" and _flat(pooled[order]) else null_rank(pooled[order], rule)) :]
     counts = np.bincount(owner[null], minlength=len(arrays))
     return [int(counts[number]) if number in some else rank for number, rank in enumerate(ranks)]
+
+
+def _values(spectrum: Tensor | Spectrum) -> Spectrum:
+    return np.asarray(spectrum.detach().cpu() if hasattr(spectrum, "detach") else spectrum)
 
 
 def _flat(spectrum: Tensor | Spectrum) -> bool:
@@ -153,4 +161,4 @@ def gaussian_filter(values: Spectrum, sigma: float) -> Spectrum:
 
 def as_spectrum(eigenvalues: Tensor) -> Tensor:
     """Ascending eigenvalues, with the rounding below zero removed, as a descending spectrum."""
-    return torch.flip(eigenvalues, dims=(-1,)).clamp(min=0)
+    return eigenvalues.flip(-1).clamp(min=0)

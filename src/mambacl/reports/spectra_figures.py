@@ -1,6 +1,7 @@
 """Figures of the null space: every block's spectrum with the chosen rank, and what each block protects."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -41,23 +42,18 @@ def spectra(family: Family) -> Figure:
         axes.axvspan(kept + 0.5, size + 0.5, color="#d9efe8", linewidth=0, zorder=0)
         axes.axvline(kept + 0.5, color=COLOURS[2], linewidth=1.0)
         axes.plot(np.arange(1, size + 1), relative[block], color=COLOURS[0], linewidth=1.4)
-        axes.set_yscale("log")
-        axes.set_ylim(lowest / 3, 3)
-        axes.set_xlim(0.9 if early else 0.5, size + 0.5)
         axes.set_title(block, fontsize=8.5, pad=3)
         words = f"{spectrum.rank} of {size}"
         axes.set_title(words, fontsize=7.5, pad=3, loc="right", color="#00704f", fontweight="normal")
-        axes.yaxis.set_major_locator(LogLocator(numticks=4))
-        axes.yaxis.set_minor_locator(NullLocator())
-        if early:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(numticks=5))
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.xaxis.set_minor_locator(NullLocator())
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         axes.tick_params(labelsize=7.5, length=2)
         axes.grid(False)
+    # Panels share their axes: to set one sets all, and to set each sets all of them as many times.
+    grid[0].set_yscale("log")
+    grid[0].set_ylim(lowest / 3, 3)
+    grid[0].yaxis.set_major_locator(LogLocator(numticks=4))
+    grid[0].yaxis.set_minor_locator(NullLocator())
+    for axes, spectrum in zip(grid[: 1 if same_size else count], family.spectra.values(), strict=False):
+        _number_directions(axes, len(spectrum.values), early)
     last_in_column = {i % columns: i for i in range(count)}
     for i, axes in enumerate(grid[:count]):
         axes.tick_params(labelbottom=not same_size or last_in_column[i % columns] == i)
@@ -71,6 +67,18 @@ def spectra(family: Family) -> Figure:
     figure.supxlabel("direction, by eigenvalue", fontsize=9, color=INK, y=0.08 / figure.get_figheight())
     figure.supylabel("eigenvalue / largest", fontsize=9, color=INK, x=0.06 / figure.get_figwidth())
     return figure
+
+
+def _number_directions(axes: Any, size: int, early: bool) -> None:
+    if early:
+        axes.set_xscale("log")
+    axes.set_xlim(0.9 if early else 0.5, size + 0.5)
+    if early:
+        axes.xaxis.set_major_locator(LogLocator(numticks=5))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
 
 
 @styled

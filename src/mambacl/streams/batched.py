@@ -12,14 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchvision.transforms import InterpolationMode, v2
-from torchvision.transforms.v2 import functional as TF
 
 from mambacl.datasets.base import Images
-from mambacl.streams.batched_draws import OPS, Draws, draw, padding_of
 from mambacl.streams.batched_ops import autoaugment
 from mambacl.streams.batched_resize import resized, resized_boxes, windows
 from mambacl.streams.decoded import Decoded, Group, free_bytes, main_memory, on_device
+from mambacl.streams.draws import Draws, draw_flips
 from mambacl.streams.transforms import Transforms
 
 
@@ -27,30 +25,37 @@ class BatchedTransforms:
     """What `Transforms` does to one image, for many on a device."""
 
     def __init__(self, transforms: Transforms, device: torch.device) -> None:
-        self.size, self.resize, self.augment = transforms.size, transforms.resize, transforms.augment
-        self.crops_itself, self.cubic = transforms.crops_itself, transforms.mode == InterpolationMode.BICUBIC
-        self.device = device
+        self.size, self.resize, self.padding = transforms.size, transforms.resize, transforms.padding
+        self.transforms, self.device = transforms, device
+        self.cubic = transforms.config.interpolation == "bicubic"
+        self.bilinear = transforms.config.augment_interpolation == "bilinear"
         self.mean, self.std = on_device(transforms.mean, device), on_device(transforms.std, device)
         self.full = torch.full((), 255.0, device=device)  # a tensor: a GPU divides by it as a CPU does
-        first = self.augment.transforms[0] if isinstance(self.augment, v2.Compose) else None
-        self.padding = padding_of(first) if isinstance(first, v2.RandomCrop) else 0
-        self.bilinear = isinstance(first, v2.AutoAugment) and first.interpolation == InterpolationMode.BILINEAR
 
     def draw(self, rng: np.random.Generator, sizes: NDArray[np.int64]) -> Draws | None:
         """For training on images of these sizes; None where nothing is left to chance."""
-        return None if self.augment is None else draw(rng, self.augment, sizes)
+        if not self.transforms.augments:
+            return None
+        if not self.transforms.crops_itself:
+            return draw_flips(rng, self.padding, sizes)
+        from mambacl.streams.batched_draws import draw
+
+        return draw(rng, self.transforms.augment, sizes)
 
     def evaluate(self, images: Tensor) -> Tensor:
         """Images of one size, to (n, 3, size, size), still uint8."""
         if images.shape[-2:] != (self.resize, self.resize):
             images = resized(images, self.resize, self.cubic)
-        return TF.center_crop(images, [self.size, self.size])
+        first = round((self.resize - self.size) / 2)  # torchvision's central crop
+        return images[..., first : first + self.size, first : first + self.size]
 
     def train(self, images: Tensor, draws: Draws | None) -> Tensor:
         """The same with the augmentation that was drawn; as in evaluation if None."""
         if draws is None:
             return self.evaluate(images)
-        if self.crops_itself:
+        if self.transforms.crops_itself:
+            from mambacl.streams.batched_draws import OPS
+
             images = autoaugment(images, OPS, draws.ops, draws.magnitudes, self.bilinear)
             return resized_boxes(images, draws.boxes, self.size, self.cubic)
         return windows(self.evaluate(images), draws.corners, draws.flips, self.size, self.padding)

@@ -3,7 +3,6 @@
 Ranges, probabilities and policies are read from torchvision's own transforms; the draws follow their distributions.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,41 +11,16 @@ from numpy.typing import NDArray
 from torchvision.transforms import v2
 
 from mambacl.streams.batched_ops import NONE
+from mambacl.streams.draws import Draws, nothing
 
 BINS = 10  # magnitudes of an operation in AutoAugment
 OPS: tuple[str, ...] = tuple(v2.AutoAugment._AUGMENTATION_SPACE)
 SIGNED = np.array([signed for _, signed in v2.AutoAugment._AUGMENTATION_SPACE.values()])
 
 
-@dataclass(frozen=True)
-class Draws:
-    """One row an image; an augmentation uses what it needs."""
-
-    ops: NDArray[np.int64]
-    """(n, 2): numbers into OPS, or NONE"""
-    magnitudes: NDArray[np.float64]
-    """(n, 2): theirs, with sign"""
-    boxes: NDArray[np.int64]
-    """(n, 4): top, left, height and width of the resized crop"""
-    corners: NDArray[np.int64]
-    """(n, 2): top and left of the crop in the padded image"""
-    flips: NDArray[np.bool_]
-    """(n,): mirrored"""
-
-    def at(self, rows: NDArray[np.int64] | slice) -> "Draws":
-        return Draws(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
-
-
 def draw(rng: np.random.Generator, augment: Any, sizes: NDArray[np.int64]) -> Draws:
     """For images of these sizes (n, 2), what a composition of torchvision's transforms would draw for each."""
-    n = len(sizes)
-    drawn: dict[str, NDArray[Any]] = {
-        "ops": np.full((n, 2), NONE),
-        "magnitudes": np.zeros((n, 2)),
-        "boxes": np.concatenate([np.zeros_like(sizes), sizes], axis=1),
-        "corners": np.zeros((n, 2), dtype=np.int64),
-        "flips": np.zeros(n, dtype=bool),
-    }
+    n, drawn = len(sizes), nothing(sizes)
     for part in augment.transforms if isinstance(augment, v2.Compose) else [augment]:
         if isinstance(part, v2.AutoAugment):
             drawn["ops"], drawn["magnitudes"] = draw_operations(rng, part, sizes)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchvision.transforms.v2 import functional as TF
 
 from mambacl.streams.decoded import on_device
 
@@ -203,6 +202,13 @@ def autocontrast(images: Tensor, _: Tensor) -> Tensor:
     return _bytes((images - torch.where(flat, 0.0, low)) / unit)
 
 
+def equalize(images: Tensor, _: Tensor) -> Tensor:
+    """torchvision's own, which takes each image for itself."""
+    from torchvision.transforms.v2 import functional as TF
+
+    return TF.equalize(images)
+
+
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Brightness": brightness,
     "Color": color,
@@ -211,6 +217,6 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Posterize": posterize,
     "Solarize": solarize,
     "AutoContrast": autocontrast,
-    "Equalize": lambda images, _: TF.equalize(images),  # torchvision's own takes each image for itself
+    "Equalize": equalize,
     "Invert": lambda images, _: ~images,
 }

@@ -3,7 +3,7 @@ batches for training and evaluation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,64 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from mambacl.datasets.base import DataSet, Images, open_dataset
 from mambacl.errors import UserError
-from mambacl.evaluation import SCENARIOS, Scenario
-from mambacl.paths import expanded
+from mambacl.evaluation import Scenario
 from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
+from mambacl.streams.config import StreamConfig
 from mambacl.streams.domains import domains_in_order, in_several
-from mambacl.streams.orders import class_order, is_file, split_into_tasks
-from mambacl.streams.transforms import TransformConfig, Transforms
+from mambacl.streams.orders import class_order, split_into_tasks
+from mambacl.streams.transforms import Transforms
 
 Batch = tuple[Tensor, Tensor]
 COVARIANCE_PASS = 1 << 32  # in place of an epoch, where a seed is mixed for the covariances
-
-
-@dataclass(frozen=True)
-class StreamConfig:
-    """Which data, in which tasks."""
-
-    dataset: str = "fashion-mnist-small"
-    """name of a data set, as `mambacl data list` prints them; 'folders' for your own images"""
-    root: str | None = None
-    """folder with the data set's files; of 'manifest' the file itself"""
-    tasks: int | list[int] = 5
-    """number of tasks, or the number of classes in each"""
-    own_tasks: bool = False
-    """the tasks that the data set itself names, as a manifest can, in place of `tasks`"""
-    scenario: Scenario = "class"
-    """class: a test image may be of any class seen; task: the task of a test image is known, and only its classes
-    compete; domain: every domain of the data set is a task, with the same classes"""
-    first_task: int | None = None
-    """classes in the first task, where the others are of (nearly) equal size"""
-    order: str | list[int] = "natural"
-    """class order: natural, pilot, mamba-cl, coda-prompt, a list of all class numbers, or a file with one class a
-    line; of domains, their order"""
-    order_seed: int | None = None
-    """seed of that order; the one its code base starts from if empty"""
-    train_per_class: int | None = None
-    """use only the first so many training images of each class, in each domain where these are the tasks"""
-    validation: float | None = None
-    """evaluate on this share of each class's training images, held back from training, and not on the test images"""
-    skip_bad: bool = False
-    """leave out images that cannot be read; results.json and the report name them"""
-    transforms: TransformConfig = field(default_factory=TransformConfig)
-    """how images become inputs"""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.order, str) and is_file(self.order):  # so that a run can be continued from any folder
-            object.__setattr__(self, "order", str(expanded(self.order).absolute()))
-        if self.validation is not None and not 0 < self.validation < 1:
-            raise UserError(f"validation is a share of the training images between 0 and 1, got {self.validation}.")
-        if self.scenario not in SCENARIOS:
-            raise UserError(f"stream.scenario is one of {', '.join(SCENARIOS)}, got '{self.scenario}'.")
-        if self.by_domain and (self.first_task is not None or isinstance(self.tasks, list)):
-            raise UserError(
-                "With stream.scenario domain each domain is a task with all classes: leave stream.first_task and sizes "
-                "in stream.tasks out."
-            )
-
-    @property
-    def by_domain(self) -> bool:
-        return self.scenario == "domain"
 
 
 class Stream:
@@ -114,6 +65,8 @@ class Stream:
         self._batched: BatchedTransforms | None = None
         if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
             self._batched, self._shelf = BatchedTransforms(transforms, device), Shelf(device)
+        else:
+            _ = transforms.augment  # loads torchvision here, and not in each worker
 
     def first_label(self, task: int) -> int:
         return sum(len(classes) for classes in self.tasks[:task])
@@ -137,7 +90,7 @@ class Stream:
         """The task's training images in the order of the data set, as in evaluation unless the configuration has
         another transform for the covariances, whose images these are."""
         transforms = self.transforms.covariance
-        chance = transforms.augment is not None
+        chance = transforms.augments
         if self._batched is not None:
             seed = mixed(self.seed, task, COVARIANCE_PASS) if chance else None
             blocks = self._train_blocks(task, np.arange(self.train_count(task)), batch_size, seed)

@@ -23,6 +23,11 @@ class Background:
         self._thread = self._thread or ThreadPoolExecutor(1, "mambacl-writer")
         self._pending = self._thread.submit(job)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a job is still being done."""
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> None:
         """Returns when all is done."""
         pending, self._pending = self._pending, None

@@ -62,13 +62,32 @@ def load_backbone(folder: RunFolder, model: nn.Module) -> None:
         raise UserError(f"{path} does not fit the model that config.yaml describes: was it edited?") from None
 
 
-def save_task_state(folder: RunFolder, task: int, state: Mapping[str, Tensor], text: dict[str, str]) -> str | None:
-    """The method's state at the end of a task; the one before stays until this task's checkpoint is written."""
-    if not state:
-        return None
-    name = f"task-{task:02d}.safetensors"
-    write_tensors(folder.checkpoints / name, state, text)
-    return name
+@dataclass(frozen=True)
+class TaskState:
+    """What a method keeps of finished tasks, and the name of its file. It is written before the checkpoint that names
+    it; the one before stays until then."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    text: Mapping[str, str]
+
+    def beside_the_gpu(self) -> "TaskState":
+        """The same in main memory, so that it can be written while the training goes on. What lies there already is
+        never changed in place. Parts that share a tensor go on sharing it."""
+        copies: dict[int, Tensor] = {}
+        tensors = {name: copies.setdefault(id(t), t.detach().cpu()) for name, t in self.tensors.items()}
+        return dataclasses.replace(self, tensors=tensors)
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in {id(t): t for t in self.tensors.values()}.values())
+
+    def write(self, folder: RunFolder) -> None:
+        write_tensors(folder.checkpoints / self.name, self.tensors, self.text)
+
+
+def task_state(task: int, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> TaskState | None:
+    """Of the method at the end of a task; None where it keeps nothing."""
+    return TaskState(f"task-{task:02d}.safetensors", tensors, text) if tensors else None
 
 
 def save(

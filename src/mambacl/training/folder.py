@@ -87,6 +87,13 @@ class RunFolder:
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         write_bytes(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Of what is done after the run itself."""
+        results = self.results()
+        known = results.setdefault("seconds", {})
+        known[phase] = known.get(phase, 0.0) + seconds
+        self.write_json("results.json", results)
+
     def append_metrics(self, line: dict[str, Any]) -> None:
         with open(self.metrics, "a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")

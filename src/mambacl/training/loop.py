@@ -4,12 +4,13 @@ It knows no method by name.
 """
 
 import copy
+import math
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -28,14 +29,19 @@ from mambacl.evaluation import (
 from mambacl.methods import Method, Task
 from mambacl.training import auditing, checkpoints
 from mambacl.training.background import Background
-from mambacl.training.checkpoints import Checkpoint, Position
+from mambacl.training.checkpoints import Checkpoint, Position, TaskState
 from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
+from mambacl.training.optimizers import without_compiler
 from mambacl.training.recipe import Recipe
+from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.schedule import lr_factor
+from mambacl.training.seconds import Watch, with_the_rest
 from mambacl.training.step import Recorder, TrainingStep
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+CHECKPOINT_EVERY = 1.0  # seconds, where they are written beside the training: to copy one takes longer than a step
+LARGE = 1 << 30  # bytes of a task's state that are not copied to be written beside the training
 
 
 class TaskStream(Protocol):
@@ -70,9 +76,14 @@ class Loop:
         audit_images: int = 0,
         fast: bool = True,
         scenario: Scenario = "class",
+        watch: Watch | None = None,
     ) -> None:
         """`header`: what results.json says about the run besides what the loop finds out; `fast`: whether steps may be
-        recorded; `scenario`: what the answer to a test image is chosen from."""
+        recorded; `scenario`: what the answer to a test image is chosen from; `watch`: has counted since the run
+        began."""
+        self.watch = watch or Watch()
+        self.seconds_before: dict[str, float] = {}  # of earlier processes
+        self.saved_at = -math.inf  # the latest checkpoint
         self.scenario = scenario
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
@@ -119,14 +130,18 @@ class Loop:
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
-        self.display.phase(place)
-        batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
+        compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
+        self.display.phase(f"{place} compiling" if compiling else place)
+        with self.watch.phase("data"):
+            batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
         steps = len(batches)  # type: ignore[arg-type]
         assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
             done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
             self.step(images, labels, lr_factor(recipe, done))
+            if step == 0 and compiling:
+                self.display.phase(place)
             self.display.step()
         loss_sum, right, images_seen = self.step.take_sums()
         loss_mean, accuracy = loss_sum / images_seen, right / images_seen
@@ -135,7 +150,7 @@ class Loop:
             raise TrainingError(
                 f"The loss of {place} is not finite: lower training.lr or training.head_lr, or use precision float32."
             )
-        self._add_seconds(train=seconds)
+        self.watch.add("train", seconds)
         self.position.images += images_seen
         self._record("epoch", task=task, epoch=epoch, loss=loss_mean, accuracy=accuracy, images=images_seen,
                      lr=lr_factor(recipe, epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
@@ -164,23 +179,23 @@ class Loop:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
         place = f"task {task + 1}/{tasks}"
         self.display.phase(f"{place} consolidating")
-        self._add_seconds(**self.method.finish_task(self.stream.plain_batches(task, recipe.covariance_batch_size)))
+        done = self.method.finish_task(self.stream.plain_batches(task, recipe.covariance_batch_size))
+        for phase, seconds in done.items():
+            self.watch.add(phase, seconds)
         if self.audit_images:
-            auditing.keep(
-                self.folder, task, self.method.model, self.stream.some_images(task, self.audit_images).to(self.device)
-            )
+            with self.watch.phase("audit"):
+                images = self.stream.some_images(task, self.audit_images).to(self.device)
+                auditing.keep(self.folder, task, self.method.model, images)
         self.display.phase(f"{place} evaluating")
-        started = time.perf_counter()
-        row = self.evaluate(task)
-        self._add_seconds(evaluate=time.perf_counter() - started)
+        with self.watch.phase("evaluate"):
+            row = self.evaluate(task)
         position.correct.append(row)
-        position.task_file = checkpoints.save_task_state(
-            self.folder, task, self.method.task_state_dict(), self.method.task_text()
-        )
+        state = checkpoints.task_state(task, self.method.task_state_dict(), self.method.task_text())
+        position.task_file = None if state is None else state.name
         position.task, position.epoch = task + 1, 0
         total = self.stream.test_counts()
         self._record("task", task=task, correct=row, total=total[: task + 1])
-        self._save()
+        self._save(state)
         over = accuracy_over_tasks if recipe.headline == "tasks" else accuracy_over_images
         average = over(position.correct, total)[-1]
         each = " ".join(f"{right / total[j]:.1%}" for j, right in enumerate(row[:12])) + (" ..." if task > 11 else "")
@@ -189,10 +204,14 @@ class Loop:
     def evaluate(self, task: int) -> list[int]:
         """Right test images of each task up to this one."""
 
-        def predict(images: Tensor) -> Tensor:
+        def plain(images: Tensor) -> Tensor:
             with self._autocast():
                 return self.method.predict(images)
 
+        predict: Callable[[Tensor], Tensor] = plain
+
+        if self.fast and self.device.type == "cuda" and self.method.recordable:  # nothing moves during an evaluation
+            predict = Recorded(plain, tuple, record=CUDAGraphs(self.recorder))
         sizes, batch = [len(classes) for classes in self.stream.tasks], self.recipe.eval_batch_size
         counts = []
         for j in range(task + 1):
@@ -204,6 +223,7 @@ class Loop:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.position = checkpoint.position
+        self.seconds_before = dict(self.position.seconds)
         self.method.load_state_dict(checkpoint.method_state)
         if checkpoint.task_state:
             self.method.load_task_state_dict(checkpoint.task_state)
@@ -215,18 +235,38 @@ class Loop:
         self.folder.truncate_metrics(self.position.metrics_length)
         self.write_results("running")
 
-    def _save(self) -> None:
+    def _save(self, task_state: TaskState | None = None) -> None:
+        """Writes a checkpoint, at the end of a task with the method's state. Beside the training, one within a task is
+        left out where the one before is a moment old or still being written: a GPU does an epoch in less time than a
+        disk takes to say that it has everything."""
+        with self.watch.phase("checkpoints"):
+            self._write_checkpoint(task_state)
+
+    def _write_checkpoint(self, task_state: TaskState | None) -> None:
+        now, within_task = time.perf_counter(), self.position.epoch > 0
+        if self.background.on and within_task and (self.background.busy or now - self.saved_at < CHECKPOINT_EVERY):
+            return
+        self.saved_at = now
         self.position.metrics_length = self.folder.metrics_length()
-        mid_task = self.optimizer is not None and self.position.epoch > 0
+        self._count_seconds()
+        mid_task = self.optimizer is not None and within_task
         optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
         if not self.background.on:
+            if task_state is not None:
+                task_state.write(self.folder)
             checkpoints.save(self.folder, self.position, self.method.state_dict(), optimizer_state)
             self.write_results("running")
             return
+        if task_state is not None and task_state.nbytes() > LARGE:
+            task_state.write(self.folder)
+            task_state = None
+        state = None if task_state is None else task_state.beside_the_gpu()
         kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, copied=True)
         results = copy.deepcopy(self.results("running"))
 
         def write() -> None:
+            if state is not None:
+                state.write(self.folder)
             checkpoints.write(self.folder, *kept)
             self.folder.write_json("results.json", results)
 
@@ -235,9 +275,12 @@ class Loop:
     def _record(self, event: str, **values: Any) -> None:
         self.folder.append_metrics({"event": event, **values})
 
-    def _add_seconds(self, **seconds: float) -> None:
-        for phase, value in seconds.items():
-            self.position.seconds[phase] = self.position.seconds.get(phase, 0.0) + value
+    def _count_seconds(self) -> None:
+        """Those of this process and of the ones before, by phase."""
+        seconds = dict(self.seconds_before)
+        for phase, value in self.watch.seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
+        self.position.seconds = with_the_rest(seconds, sum(self.seconds_before.values()) + self.watch.total())
 
     def write_results(self, status: str) -> dict[str, Any]:
         self.background.wait()
@@ -246,6 +289,7 @@ class Loop:
         return results
 
     def results(self, status: str) -> dict[str, Any]:
+        self._count_seconds()
         position, total = self.position, self.stream.test_counts()
         position.peak_memory = max(position.peak_memory, peak_memory(self.device))
         seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may have phases of its own
@@ -278,10 +322,10 @@ def make_optimizer(
     if recorded_on is not None and recipe.optimizer != "sgd":
         groups = [{**group, "lr": torch.tensor(group["lr"], device=recorded_on)} for group in groups]
     if recipe.optimizer == "adam":
-        return torch.optim.Adam(groups, weight_decay=decay, fused=fused, capturable=fused)
+        return without_compiler(torch.optim.Adam)(groups, weight_decay=decay, fused=fused, capturable=fused)
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, weight_decay=decay, fused=fused, capturable=fused)
-    return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
+        return without_compiler(torch.optim.AdamW)(groups, weight_decay=decay, fused=fused, capturable=fused)
+    return without_compiler(torch.optim.SGD)(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
 
 
 def task_seed(seed: int, task: int) -> int:
@@ -300,7 +344,9 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+@cache
 def versions() -> dict[str, str]:
+    """Of what a run depends on; read from disk once."""
     found = {"python": platform.python_version()}
     for name in ("mambacl", "torch", "torchvision", "numpy"):
         try:

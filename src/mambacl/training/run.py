@@ -6,11 +6,12 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,12 +25,15 @@ from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
-from mambacl.precision import float32_products
+from mambacl.precision import float32_products, named
 from mambacl.streams import Stream, open_stream
 from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError
+from mambacl.training.seconds import Watch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Run:
 
     folder: Path
     results: dict[str, Any]
+    trained: bool = False
+    """whether it was worked on just now, and not found finished"""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -70,37 +76,52 @@ def train(
     A folder with the same run in it is continued, or, when finished, returned as it is; `overwrite` trains anew. `loop`
     is a `Loop` that does more, such as to measure something after each task.
     """
+    watch = Watch()
     resolved = resolve(config, overrides)
     folder = RunFolder(resolved.folder)
-    if folder.exists() and not overwrite:
-        differing = differences(folder.config(), resolved)
+    there = folder.config() if folder.exists() and not overwrite else None
+    resolved = _with_precision(resolved, there)
+    if there is not None:
+        differing = differences(there, resolved)
         if differing:
             _build(resolved)  # a mistake in the configuration is the better answer
             raise UserError(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
             )
-        return _continue(folder, resolved, loop)
-    parts = _build(resolved, loop=loop)  # fails before anything is written or removed
-    parts.stream.dataset.check()
+        return _continue(folder, resolved, watch, loop)
+    parts = _build(resolved, loop=loop, watch=watch)  # fails before anything is written or removed
+    with watch.phase("data"):
+        parts.stream.dataset.check()
+        described = parts.described.result()
     with folder.locked():
         folder.clear()
-        folder.create(resolved, parts.stream.describe())
-        checkpoints.save_backbone(folder, parts.model)
+        folder.create(resolved, described)
+        with watch.phase("checkpoints"):
+            checkpoints.save_backbone(folder, parts.model)
         return _work(folder, parts, None)
 
 
 def resume(path: str | Path, device: str | None = None) -> Run:
     """Continues a run where its last checkpoint stands, on its own device or another."""
+    watch = Watch()
     folder = RunFolder.existing(path)
-    return _continue(folder, _on_device(folder.config(), device))
+    return _continue(folder, _on_device(folder.config(), device), watch)
+
+
+def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
+    """With `auto` replaced by what it stands for: in a run that is there already, by what that one has."""
+    if config.precision != "auto":
+        return config
+    found: Any = named(config.precision, pick_device(config.device)) if there is None else there.precision
+    return dataclasses.replace(config, precision=found)
 
 
 def _on_device(config: RunConfig, device: str | None) -> RunConfig:
     return config if device is None else dataclasses.replace(config, device=device)
 
 
-def _continue(folder: RunFolder, config: RunConfig, loop: type[Loop] = Loop) -> Run:
+def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
     results = folder.results()
     if results.get("status") == "finished":
         logger.info("%s is finished and shown as it is; `mambacl train` with --overwrite trains it again.", folder.path)
@@ -108,8 +129,9 @@ def _continue(folder: RunFolder, config: RunConfig, loop: type[Loop] = Loop) -> 
     with folder.locked():
         folder.clear_covariances()
         started = (folder.checkpoints / checkpoints.BACKBONE).exists()
-        parts = _build(config, folder if started else None, loop)
-        _check_stream(folder, parts.stream)
+        parts = _build(config, folder if started else None, loop, watch)
+        with watch.phase("data"):
+            _check_stream(folder, parts)
         if not started:
             folder.checkpoints.mkdir(exist_ok=True)
             checkpoints.save_backbone(folder, parts.model)
@@ -172,7 +194,7 @@ def _at_task_end(folder: RunFolder, config: RunConfig, whole: bool = False) -> t
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
     parts = _build(config, folder)
-    _check_stream(folder, parts.stream)
+    _check_stream(folder, parts)
     try:
         parts.method.load_state_dict(checkpoint.method_state)
         if checkpoint.task_state and (whole or parts.method.needs_task_state):
@@ -190,6 +212,9 @@ class _Parts:
     method: Method
     device: torch.device
     loop_class: type[Loop]
+    watch: Watch
+    described: Future[dict[str, Any]]
+    """what identifies the stream"""
 
     def overview(self) -> str:
         """What is about to be learned, and what a reader should know about it."""
@@ -229,6 +254,7 @@ class _Parts:
             "method": config.method,
             "backbone": config.backbone,
             "seed": config.seed,
+            "precision": config.precision,
             "class_names": self.stream.dataset.class_names,
             "class_order": self.stream.class_order,
             "tasks": self.stream.tasks,
@@ -241,27 +267,55 @@ class _Parts:
         bf16 = config.precision == "bf16"
         return self.loop_class(
             self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed,
-            config.audit_images, config.fast, self.stream.scenario,
+            config.audit_images, config.fast, self.stream.scenario, self.watch,
         )  # fmt: skip
 
 
-def _build(config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] = Loop) -> _Parts:
+def _build(
+    config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] = Loop, watch: Watch | None = None
+) -> _Parts:
     """Model, stream and method; the model as `folder` has it, or as it is before any training."""
+    watch = watch or Watch()
     method_class = METHODS.get(config.method)
     device = pick_device(config.device)
     torch.manual_seed(config.seed)  # for what no checkpoint fills
-    model = create_model(config.backbone, num_classes=0, **config.backbone_options)
+    with watch.phase("model"):
+        model = create_model(config.backbone, num_classes=0, **config.backbone_options)
     data: Any = model.default_cfg
-    stream = open_stream(
-        config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
-        config.training.workers, device if config.fast else torch.device("cpu"),
-    )  # fmt: skip
-    if folder is None:  # after the data were found: weights may have to be downloaded
-        load_pretrained(model, config.backbone, config.pretrained)
-    else:
-        checkpoints.load_backbone(folder, model)
-    model.eval()
-    _check_image_size(model, stream.transforms.size, config.backbone)
+    with watch.phase("data"):
+        stream = open_stream(
+            config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
+            config.training.workers, device if config.fast else torch.device("cpu"),
+        )  # fmt: skip
+    described = _beside(stream.describe)  # the images' fingerprint takes as long as the model
+    with watch.phase("model"):
+        if folder is None:  # after the data were found: weights may have to be downloaded
+            load_pretrained(model, config.backbone, config.pretrained)
+        else:
+            checkpoints.load_backbone(folder, model)
+        model.eval()
+        _check_image_size(model, stream.transforms.size, config.backbone)
+        method = _method(config, folder, stream, method_class, model.to(device))
+    return _Parts(config, model, stream, method, device, loop, watch, described)
+
+
+def _beside(work: Callable[[], T]) -> Future[T]:
+    """Does some work in a thread that nobody waits for at the end of the process."""
+    future: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return future
+
+
+def _method(
+    config: RunConfig, folder: RunFolder | None, stream: Stream, method_class: type[Method], model: nn.Module
+) -> Method:
     warm = config.training.heads == "warm-second"
     classifier = None
     if config.known_classes:  # after the first task it is in the checkpoints
@@ -269,8 +323,7 @@ def _build(config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] 
         classes = len(stream.tasks[0])
         classifier = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
     setup = Setup(config.nullspace, warm, config.seed, config.options, classifier, config.folder / "checkpoints")
-    method = method_class(model.to(device), setup)
-    return _Parts(config, model, stream, method, device, loop)
+    return method_class(model, setup)
 
 
 @torch.no_grad()
@@ -312,9 +365,10 @@ def _work(folder: RunFolder, parts: _Parts, checkpoint: checkpoints.Checkpoint |
     loop = parts.loop(folder, done)
     try:
         with _terminable(), _arithmetic(config), loop.display:
-            results = loop.run(checkpoint)
-            auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
-            return Run(folder.path, results)
+            loop.run(checkpoint)
+            with parts.watch.phase("audit"):
+                auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
+            return Run(folder.path, loop.write_results("finished"), trained=True)
     except KeyboardInterrupt:
         _note_end(loop, "interrupted")
         logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
@@ -355,8 +409,8 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
     return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in immaterial]
 
 
-def _check_stream(folder: RunFolder, stream: Stream) -> None:
-    saved, now = folder.stream(), stream.describe()
+def _check_stream(folder: RunFolder, parts: _Parts) -> None:
+    saved, now = folder.stream(), parts.described.result()
     # the folder's name; what follows from config.yaml and the backbone; words about images that the others do not count
     free = ("dataset", "transforms", "skipped")
     differing = [key for key in now if key not in free and saved.get(key) != now[key]]

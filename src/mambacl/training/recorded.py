@@ -1,0 +1,137 @@
+"""Inference recorded as CUDA graphs: `mambacl.recorded(model)`.
+
+Python takes longer to start the kernels of one image than a GPU takes to run them. The first call with images of some
+shape runs as it is; the second is recorded, and from then on it is replayed: the same kernels, the same numbers,
+started all at once. Whatever cannot be recorded runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.log import logger
+from mambacl.ops import switch
+from mambacl.training.step import SHARE, Recorder
+
+MOST = 4  # shapes that are recorded: each keeps its results and images on the GPU
+Kind = tuple[object, ...]  # everything but the values that a call depends on
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+Record = Callable[[Callable[[], object], Tensor], Graph]  # of some work on images
+
+
+@dataclass(frozen=True)
+class Recording:
+    graph: Graph
+    images: Tensor
+    output: Tensor
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self.images.copy_(images)
+        self.graph.replay()
+        return self.output.clone()  # the next replay, of this graph or another, writes into the same memory
+
+
+class Recorded:
+    """A function of images that gives a tensor; `tensors` are all that it reads besides them. Values that change in
+    place are seen; where a tensor has moved, everything is recorded again. `ready`: whether it may be replayed now.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Tensor], Tensor],
+        tensors: Callable[[], Iterable[Tensor]],
+        ready: Callable[[], bool] = lambda: True,
+        record: Record | None = None,
+        most: int = MOST,
+    ) -> None:
+        self.call, self.tensors, self.ready, self.most = call, tensors, ready, most
+        self._record = record or CUDAGraphs()
+        self._places: list[tuple[int, torch.Size]] = []
+        self._known: dict[Kind, Recording | None] = {}  # None: seen once, or cannot be recorded
+        self._given_up: set[Kind] = set()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not self.ready() or not self._served(images):
+            return self.call(images)
+        places = [(tensor.data_ptr(), tensor.shape) for tensor in self.tensors()]
+        if places != self._places:
+            self._places, self._known, self._given_up = places, {}, set()
+        kind = _kind(images)
+        recording = self._known.get(kind)
+        if recording is None and kind in self._known and kind not in self._given_up:
+            recording = self._new(kind, images)
+        if recording is not None:
+            return recording(images)
+        if kind not in self._known and len(self._known) < self.most:
+            self._known[kind] = None
+        return self.call(images)
+
+    def recordings(self) -> int:
+        return sum(recording is not None for recording in self._known.values())
+
+    def _served(self, images: Tensor) -> bool:
+        return images.is_cuda or not isinstance(self._record, CUDAGraphs)
+
+    def _new(self, kind: Kind, images: Tensor) -> Recording | None:
+        """Where recording fails, it is not tried again."""
+        found: list[Tensor] = []
+        torch.clear_autocast_cache()  # what it holds would not follow the weights
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # so that it can be replayed in either mode
+                own = images.clone()
+                graph = self._record(lambda: found.append(self.call(own)), own)
+        except RuntimeError as error:
+            if images.is_cuda:
+                torch.cuda.synchronize(images.device)
+            logger.info("Inference is not recorded as a CUDA graph (%s).", str(error).splitlines()[0])
+            self._given_up.add(kind)
+            return None
+        finally:
+            torch.clear_autocast_cache()
+        recording = Recording(graph, own, found[-1])
+        self._known[kind] = recording
+        return recording
+
+
+def recorded(model: nn.Module, most: int = MOST) -> Recorded:
+    """The model, to be called with images under `torch.no_grad()` or `torch.inference_mode()`; replayed on a GPU in
+    evaluation mode for up to `most` shapes of images. The model's hooks do not run in a replay."""
+
+    def tensors() -> Iterable[Tensor]:
+        return chain(model.parameters(), model.buffers())
+
+    return Recorded(model, tensors, lambda: not model.training, most=most)
+
+
+class CUDAGraphs:
+    """Records on a GPU, unless a call needs too much of its memory."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
+
+    def __call__(self, work: Callable[[], object], images: Tensor) -> Graph:
+        device = images.device
+        if self.recorder is None or self.recorder.device != device:
+            self.recorder = Recorder(device)
+        needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        if needed > SHARE * torch.cuda.get_device_properties(device).total_memory:
+            raise RuntimeError("it needs too much memory")
+        return self.recorder.record(work, needed)
+
+
+def _kind(images: Tensor) -> Kind:
+    where = images.device.type
+    autocast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
+    products = torch.backends.cuda.matmul.fp32_precision
+    return (images.shape, images.stride(), images.dtype, images.device, autocast, products, switch.enabled())
