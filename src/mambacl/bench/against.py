@@ -3,10 +3,13 @@
 Every system is first compared with float64 (`agreement`); those that agree are timed in turn, round by round.
 """
 
+import json
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,18 @@ from torch import Tensor
 
 from mambacl.bench.agreement import Exact, Verdict, compare, exact, results
 from mambacl.bench.models import free_memory
+from mambacl.bench.options import check_writable, shape_named
 from mambacl.bench.peers import OURS, PEERS, Call, Peer
 from mambacl.bench.problem import Problem, make_problem
-from mambacl.bench.result import Result, Row
-from mambacl.bench.shapes import Shape
+from mambacl.bench.result import Result, Row, header, text
+from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape
 from mambacl.bench.timing import Clock
+from mambacl.errors import UserError
+from mambacl.tensorfile import write_bytes
+from mambacl.training.run import pick_device
 
+SECONDS = 10.0  # for the rounds of a shape, about
+HIDDEN = ("shape", "size")  # said in the title
 FORWARD, BOTH = "forward", "forward_and_backward"
 NOTES = (
     "What is timed: the scan with D, delta's bias, softplus and, where there are no groups, the gate z, of (b, d, l) "
@@ -44,20 +53,17 @@ def compare_all(
     shapes: Mapping[str, Shape],
     dtypes: Sequence[str],
     threads: int,
+    found: Comparison,
     peers: Sequence[Peer] = PEERS,
-    show: Callable[[str], object] = print,
-) -> Comparison:
-    """The rows of all shapes and types; `show` is told of each as it is done."""
-    found = Comparison()
+) -> None:
+    """Adds the rows of all shapes and types."""
     installed = [OURS, *(peer for peer in peers if peer.installed())]
     for name, shape in shapes.items():
         for dtype in dtypes:
             problem = make_problem(shape, clock.device, getattr(torch, dtype))
-            show(f"{name}, {shape}, {dtype}")
             found.rows += _compare_one(clock, name, problem, threads, installed, found.remarks)
             del problem
             free_memory()
-    return found
 
 
 def _compare_one(
@@ -92,8 +98,8 @@ def _compare_one(
     _enter(rows, FORWARD, clock.in_rounds(forward))
     _enter(rows, BOTH, clock.in_rounds(both))
     if clock.device.type == "cuda":
-        for who, call in both.items():
-            rows[who]["peak_MiB"] = _peak(call, problem) / 2**20
+        for who, train in both.items():
+            rows[who]["peak_MiB"] = _peak(train, problem) / 2**20
     return list(rows.values())
 
 
@@ -143,10 +149,55 @@ def as_result(found: Comparison, device: torch.device, threads: int, rounds: int
     """A table of the rows, with what is to be known about it."""
     notes = [NOTES[0], NOTES[1].format(rounds=rounds), NOTES[2]]
     notes.append(GPU_NOTE if device.type == "cuda" else CPU_NOTE.format(threads=threads))
-    return Result(f"Against others on {device.type}", found.rows, [*notes, *found.remarks], left_out=("size",))
+    return Result(f"Against others on {device.type}", found.rows, notes, left_out=HIDDEN)
 
 
 def availability(device: torch.device, peers: Sequence[Peer] = PEERS) -> dict[str, Any]:
     """For each peer that runs on this kind of device, its version, or how to install it."""
     some = [peer for peer in peers if device.type in peer.devices]
     return {peer.name: peer.version() if peer.installed() else f"not installed: {peer.install}" for peer in some}
+
+
+def against(
+    device: str = "auto",
+    shapes: Sequence[str] = (),
+    json_file: Path | None = None,
+    threads: int = 1,
+    rounds: int = 15,
+    commit: str | None = None,
+    show: Callable[[str], object] | None = None,
+    peers: Sequence[Peer] = PEERS,
+) -> dict[str, Any]:
+    """Compares, shows tables, and returns what the JSON file holds; `commit`: of a package that is in no checkout."""
+    show = show or partial(print, flush=True)
+    where = pick_device(device)
+    on_gpu = where.type == "cuda"
+    chosen = {name: shape_named(name) for name in shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)}
+    for name, number in (("threads", threads), ("rounds", rounds)):
+        if number < 1:
+            raise UserError(f"--{name} must be at least 1, got {number}.")
+    if json_file is not None:
+        check_writable(json_file)
+    dtypes = ("float32", "bfloat16") if on_gpu else ("float32",)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        options = {"device": device, "shapes": list(chosen), "threads": threads, "rounds": rounds}
+        made = header(where, options)
+        made["commit"] = commit or made["commit"]
+        made["peers"] = availability(where, peers)
+        show("; ".join(f"{key}: {value}" for key, value in made["machine"].items()) + f"; torch: {torch.__version__}\n")
+        show("\n".join(f"{name}: {words}" for name, words in made["peers"].items()) + "\n")
+        clock = Clock(where, rounds, SECONDS)
+        found = Comparison()
+        for name, shape in chosen.items():
+            compare_all(clock, {name: shape}, dtypes, threads, found, peers)
+            show(text(Result(f"{name}: {shape}", [row for row in found.rows if row["shape"] == name], left_out=HIDDEN)))
+            made |= as_result(found, where, threads, rounds).as_dict() | {"remarks": found.remarks}
+            if json_file is not None:  # after each shape, so that an interruption loses no figures
+                write_bytes(json_file, (json.dumps(made, indent=1) + "\n").encode())
+    finally:
+        torch.set_num_threads(before)
+    notes = [textwrap.fill(note, 120, break_on_hyphens=False) for note in (*made["notes"], *found.remarks)]
+    show("\n".join(notes))
+    return made

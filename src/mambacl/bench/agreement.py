@@ -1,11 +1,11 @@
 """Whether a system computes the selective scan: its output and gradients against float64, within bounds of arithmetic.
 
-Every result is a sum of products. Its rounding error is at most the number of roundings on the way to it, times the unit
-roundoff, times the sum of the magnitudes of its terms. That sum is found by the same recurrence over absolute values.
-Errors of either sign add up like a random walk, so the bound takes the square root of the number of roundings.
+Every result is a sum of products. Its rounding error is at most the number of roundings on the way to it, times the
+unit roundoff, times the sum of the magnitudes of its terms. That sum is found by the same recurrence over absolute
+values. Errors of either sign add up like a random walk, so the bound takes the square root of the number of roundings.
 
-One thing is allowed beside it. Inference engines have no log1p and take log(1 + exp(x)) as softplus, whose error is a unit
-roundoff beside 1 rather than beside the step.
+One more error is allowed in the output. Inference engines have no log1p and compute softplus as log(1 + exp(x)), which
+is off by a few unit roundoffs of 1, not of the step.
 """
 
 import math
@@ -22,6 +22,7 @@ PER_STEP = 4  # roundings of a state in a step: delta A, its exponential, the pr
 DEVIATIONS = 4  # of the random walk
 STORED = 2  # results rounded to the inputs' type on the way: an intermediate and the result itself
 UNIT = torch.finfo(torch.float32).eps / 2
+LOGARITHM = 8  # units by which an engine's log(1 + exp(x)) may be off: of the sum, the exponential, the logarithm
 OUTPUT = "output"
 UNIT_STEPS = "output of unit steps"
 SUMMED = ("A", "D", "delta_bias")  # whose gradients are sums over images and tokens
@@ -57,7 +58,7 @@ def exact(problem: Problem, memory: int = 1 << 29) -> dict[str, Exact]:
     images = max(1, memory // (48 * shape.channels * shape.states * shape.length))
     values, magnitudes = (_in_groups(problem, images, absolute) for absolute in (False, True))
     found = {name: Exact(value, _bound(name, magnitudes[name], problem)) for name, value in values.items()}
-    softplus = DEVIATIONS * UNIT * magnitudes[UNIT_STEPS]
+    softplus = LOGARITHM * UNIT * magnitudes[UNIT_STEPS]
     return {**found, OUTPUT: Exact(found[OUTPUT].value, found[OUTPUT].bound + softplus)}
 
 

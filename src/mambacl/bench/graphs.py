@@ -4,7 +4,7 @@ Both walk through time with the state (b, n, d) as the variable of the loop; wha
 outside of it. Two choices have no answer for all shapes, so that an engine is given each and keeps the fastest: the sum
 over the states as a product of matrices or as a sum, and the exponentials step by step or all before the loop.
 
-Inputs of a graph, in this order: u, delta (b, d, l), A (d, n), B, C (b, n, l), D (d, 1), delta_bias (d, 1), z (b, d, l).
+Inputs, in this order: u, delta (b, d, l), A (d, n), B, C (b, n, l), D (d, 1), delta_bias (d, 1), z (b, d, l).
 """
 # mypy: disable-error-code="import-not-found, import-untyped"
 
@@ -31,8 +31,8 @@ VARIANTS = tuple(Variant(product, ahead) for product in (True, False) for ahead 
 
 
 def input_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    b, d, l, n = shape.batch, shape.channels, shape.length, shape.states
-    tokens, matrices = (b, d, l), (b, n, l)
+    b, d, length, n = shape.batch, shape.channels, shape.length, shape.states
+    tokens, matrices = (b, d, length), (b, n, length)
     return {
         "u": tokens, "delta": tokens, "A": (d, n), "B": matrices, "C": matrices, "D": (d, 1), "delta_bias": (d, 1),
         "z": tokens,
@@ -66,7 +66,7 @@ class _Nodes:
 def onnx_scan(shape: Shape, variant: Variant) -> bytes:
     from onnx import TensorProto, helper
 
-    b, d, l, n = shape.batch, shape.channels, shape.length, shape.states
+    b, d, length, n = shape.batch, shape.channels, shape.length, shape.states
     outer, body = _Nodes("outer"), _Nodes("step")
 
     def by_time(name: str, axis: int) -> str:
@@ -99,7 +99,7 @@ def onnx_scan(shape: Shape, variant: Variant) -> bytes:
     start = outer.constant(np.zeros((b, n, d)), np.float32)
     outputs = ["last", "y_by_time"]
     outer.nodes.append(helper.make_node("Scan", [start, *sliced], outputs, body=loop, num_scan_inputs=len(sliced)))
-    y = outer.add("Reshape", "y_by_time", outer.constant([l, b, d]))
+    y = outer.add("Reshape", "y_by_time", outer.constant([length, b, d]))
     y = outer.add("Add", outer.add("Transpose", y, perm=[1, 2, 0]), outer.add("Mul", "u", "D"))
     outer.add("Mul", y, outer.add("Mul", "z", outer.add("Sigmoid", "z")), name="y")
 
@@ -107,7 +107,7 @@ def onnx_scan(shape: Shape, variant: Variant) -> bytes:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
 
     inputs = [typed(name, sizes) for name, sizes in input_shapes(shape).items()]
-    graph = helper.make_graph(outer.nodes, "selective_scan", inputs, [typed("y", (b, d, l))], outer.constants)
+    graph = helper.make_graph(outer.nodes, "selective_scan", inputs, [typed("y", (b, d, length))], outer.constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     return model.SerializeToString()
 
@@ -116,7 +116,7 @@ def openvino_scan(shape: Shape, variant: Variant) -> Any:
     import openvino
     from openvino import opset13 as ops
 
-    b, d, l, n = shape.batch, shape.channels, shape.length, shape.states
+    b, d, length, n = shape.batch, shape.channels, shape.length, shape.states
     given = {name: ops.parameter(list(sizes), np.float32) for name, sizes in input_shapes(shape).items()}
 
     def by_time(node: Any, axis: int) -> Any:
@@ -155,7 +155,7 @@ def openvino_scan(shape: Shape, variant: Variant) -> Any:
         loop.set_sliced_input(inner, outer.output(0), 0, 1, 1, -1, 0)
     for inner, outer in fixed:
         loop.set_invariant_input(inner, outer.output(0))
-    y = ops.reshape(loop.get_concatenated_slices(y_out.output(0), 0, 1, 1, -1, 0), np.array([l, b, d]), False)
+    y = ops.reshape(loop.get_concatenated_slices(y_out.output(0), 0, 1, 1, -1, 0), np.array([length, b, d]), False)
     y = ops.add(ops.transpose(y, np.array([1, 2, 0])), ops.multiply(given["u"], given["D"]))
     y = ops.multiply(y, ops.swish(given["z"]))
     return openvino.Model([ops.result(y)], list(given.values()), "selective_scan")

@@ -102,8 +102,8 @@ def vmamba(problem: Problem, threads: int) -> Call:
     given = problem.inputs
     tensors = [given[name] for name in ("u", "delta", "A", "B", "C", "D", "delta_bias")]
     if problem.shape.groups == 1:  # it takes groups always, and no z
-        return lambda: _OflexScan.apply(*_with_groups(tensors)) * F.silu(given["z"])  # type: ignore[no-any-return]
-    return lambda: _OflexScan.apply(*tensors)  # type: ignore[no-any-return]
+        return lambda: _OflexScan.apply(*_with_groups(tensors)) * F.silu(given["z"])
+    return lambda: _OflexScan.apply(*tensors)
 
 
 def _with_groups(tensors: list[Tensor]) -> list[Tensor]:
@@ -112,10 +112,13 @@ def _with_groups(tensors: list[Tensor]) -> list[Tensor]:
 
 def transformers(problem: Problem, threads: int) -> Call:
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it would say that it takes the slow path
 
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     tensors = [problem.inputs[name] for name in names]
-    return lambda: mamba_selective_scan(*tensors, delta_softplus=True)  # type: ignore[no-any-return]
+    return lambda: mamba_selective_scan(*tensors, delta_softplus=True)
 
 
 def mamba_py(problem: Problem, threads: int) -> Call:
@@ -204,10 +207,18 @@ def fastest(calls: Iterable[Call]) -> Call:
 
 
 def compiled_loop(problem: Problem, threads: int) -> Call:
+    return _compiled_call(problem, c_loop.FLAGS)
+
+
+def relaxed_loop(problem: Problem, threads: int) -> Call:
+    return _compiled_call(problem, c_loop.RELAXED)
+
+
+def _compiled_call(problem: Problem, flags: tuple[str, ...]) -> Call:
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     tensors = [problem.inputs[name].detach() for name in names]
     y = torch.empty_like(tensors[0])
-    shape, scan = problem.shape, c_loop.compiled().scan
+    shape, scan = problem.shape, c_loop.compiled(flags).scan
     pointers = [c_loop.ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, y)]
     sizes = [c_loop.ctypes.c_long(size) for size in (shape.batch, shape.channels, shape.length, shape.states)]
 
@@ -233,9 +244,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("transformers", transformers, "pip install transformers", ("transformers",), "transformers", BOTH, True, True),
     Peer("mamba.py", mamba_py, "pip install mambapy", ("mambapy",), "mambapy", BOTH, True, True),
     Peer("mamba.py sequential", mamba_py_sequential, "pip install mambapy", ("mambapy",), "mambapy", BOTH, True, True),
-    Peer(
-        "ONNX Runtime", onnx_runtime, "pip install onnx onnxruntime", ("onnx", "onnxruntime"), "onnxruntime",
-    ),
+    Peer("ONNX Runtime", onnx_runtime, "pip install onnx onnxruntime", ("onnx", "onnxruntime"), "onnxruntime"),
     Peer("OpenVINO", openvino, "pip install openvino", ("openvino",), "openvino"),
     CompiledLoop("loop in C", compiled_loop, "a C compiler named cc"),
+    CompiledLoop("loop in C, -ffast-math", relaxed_loop, "a C compiler named cc"),
 )  # fmt: skip
