@@ -228,6 +228,22 @@ def test_tables_show_who_disagrees_and_memory(recorded: Path) -> None:
     assert lines[-3:] == ["The others: how many times mambacl's. Versions: x 1.0.", "", "x is wrong."]
 
 
+def test_the_line_above_a_table(recorded: Path) -> None:
+    found = json.loads(recorded.read_text())
+    versions, machine = {"torch": "2.11.0"}, {"cpu": "EPYC", "vectors": "AVX2", "cores": 2, "threads": 1, "load": 0.4}
+    record = {**found, "commit": "abc", "date": "2026-11-16T07:00:00+00:00", "versions": versions}
+
+    def line(**changes: object) -> str:
+        return markdown({**record, "machine": {"device": "CPU", **machine, **changes}}).splitlines()[0]
+
+    quiet = "`mambacl bench against --device cpu`; commit abc; EPYC, AVX2; 1 thread; PyTorch 2.11.0; 2026-11-16."
+    assert line() == line(load=None) == quiet
+    assert "2 threads; while the machine was busy: load 6.0 on 2 cores; " in line(threads=2, load=6.0)
+    assert line(device="NVIDIA H200") == (
+        "`mambacl bench against --device cuda`; commit abc; NVIDIA H200; PyTorch 2.11.0; 2026-11-16."
+    )
+
+
 def test_tables_of_parts(recorded: Path) -> None:
     found = json.loads(recorded.read_text())
     rows = [{"shape": "a", "size": "B 1", "taken_ms": 2.0, "left": None}]

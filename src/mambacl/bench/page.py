@@ -20,6 +20,7 @@ from mambacl.errors import UserError
 MARKED = re.compile(
     r"(?P<begin><!-- table: (?P<file>\S+)(?: (?P<part>\w+))? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S
 )
+BUSY = 0.75  # programs for each core, beside which times are not to be trusted
 CALLS = {"forward": "forward", "forward_and_backward": "forward + backward"}
 
 
@@ -49,11 +50,14 @@ def markdown(record: Mapping[str, Any], part: str | None = None) -> str:
 
 
 def _head(record: Mapping[str, Any], part: str) -> str:
-    machine, options, on_gpu = record["machine"], record["options"], record["machine"]["device"] != "CPU"
+    machine, on_gpu = record["machine"], record["machine"]["device"] != "CPU"
     words = [f"`mambacl bench {part} --device {'cuda' if on_gpu else 'cpu'}`"]
     words += [f"commit {record['commit']}"] if record.get("commit") else []
     words.append(machine["device"] if on_gpu else f"{machine['cpu']}, {machine['vectors']}")
-    words += [] if on_gpu else [f"{options.get('threads', machine['threads'])} thread(s)"]
+    threads = machine["threads"]
+    words += [] if on_gpu else [f"{threads} thread" + "s" * (threads > 1)]
+    busy = (machine.get("load") or 0) > BUSY * (machine["cores"] or 1)
+    words += [f"while the machine was busy: load {machine['load']} on {machine['cores']} cores"] if busy else []
     words += [f"PyTorch {record['versions']['torch']}", record["date"][:10]]
     return "; ".join(words) + "."
 

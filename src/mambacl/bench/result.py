@@ -103,8 +103,17 @@ def machine(device: torch.device) -> dict[str, Figure]:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": load(),
         "system": platform.platform(),
     }
+
+
+def load() -> float | None:
+    """Programs that wanted a core during the last minute; None where the system does not say."""
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (AttributeError, OSError):
+        return None
 
 
 def processor() -> str:
