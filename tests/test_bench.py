@@ -286,3 +286,5 @@ def test_every_part_on_a_gpu(part: str) -> None:
     with mambacl.bench.quiet():
         result = measure(part, Clock(torch.device("cuda"), 3, 0.01), TOY, 1e12)
     assert result.rows and text(result)
+    if part == "roofline":  # the kernels were found
+        assert all(row["registers"] > 0 and row["warps"] > 0 for row in result.rows)

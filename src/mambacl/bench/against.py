@@ -37,7 +37,7 @@ NOTES = (
     "worst / bound: the largest error of the output and of all gradients against float64, divided by what rounding "
     "allows. A system beyond 1 computes something else, and is not timed.",
 )
-CPU_NOTE = "Threads: {threads} for each system but the loop in C, which has one."
+CPU_NOTE = "Threads of each system: {threads}; the loop in C always has one."
 GPU_NOTE = "The GPU's own time, by events around calls queued ahead. peak: of forward and backward, inputs included."
 
 

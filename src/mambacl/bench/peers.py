@@ -81,7 +81,7 @@ def mamba_ssm(problem: Problem, threads: int) -> Call:
 
 
 class _OflexScan(torch.autograd.Function):
-    """VMamba's extension has no autograd of its own. Its output has the type of its input, as everybody's here has."""
+    """Autograd around VMamba's extension, which has none. Its output is in the type of u, as all others' are."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor) -> Tensor:

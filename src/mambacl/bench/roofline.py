@@ -114,5 +114,5 @@ def _row(clock: Clock, call: Callable[[], object], work: Work, ceiling: Ceilings
 
 
 def warps(registers: int) -> int:
-    """How many a processor has registers for, with so many for each thread, given out eight at a time."""
+    """How many a processor has registers for, given the registers per thread, which are handed out eight at a time."""
     return min(MOST_WARPS, REGISTERS // (-(-registers // 8) * 8 * LANES))

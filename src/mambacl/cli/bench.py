@@ -48,7 +48,7 @@ def against(arguments: Sequence[str]) -> int:
     shapes = f"scans to time: {', '.join(SHAPES)}; those that suit the device if left out"
     parser.add_argument("--shape", nargs="+", action="extend", default=[], metavar="NAME", help=shapes)
     parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (1)")
-    parser.add_argument("--rounds", type=int, default=15, help="at most so many rounds (15)")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds per shape (15)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, with machine and date")
     parser.add_argument("--commit", help="recorded in the JSON where the package does not run from a git checkout")
     given = parser.parse_args(arguments)
