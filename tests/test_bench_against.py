@@ -16,7 +16,7 @@ from mambacl.bench.agreement import OUTPUT, Verdict, compare, exact, results
 from mambacl.bench.graphs import VARIANTS, onnx_scan, openvino_scan
 from mambacl.bench.ours import selective_scan_reference
 from mambacl.bench.page import markdown, with_tables
-from mambacl.bench.peers import OURS, PEERS, Call, Peer, _arrays
+from mambacl.bench.peers import OURS, PEERS, Call, Peer, _arrays, transformers_function
 from mambacl.bench.problem import Problem, make_problem
 from mambacl.bench.shapes import Shape
 from mambacl.bench.timing import Clock
@@ -63,6 +63,11 @@ def test_installed_peers_agree(peer: Peer) -> None:
         assert peer.suits(problem)
         verdict = compare(results(peer.prepare(problem, 1), problem, peer.differentiable), exact(problem))
         assert verdict.agrees, verdict
+
+
+def test_transformers_takes_its_slow_path() -> None:
+    pytest.importorskip("transformers")
+    assert transformers_function().__code__.co_filename.endswith("modeling_mamba.py")  # not that of a wrapper
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
