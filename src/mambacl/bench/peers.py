@@ -119,7 +119,7 @@ def transformers(problem: Problem, threads: int) -> Call:
 
 
 def transformers_function() -> Callable[..., Tensor]:
-    """The path that transformers takes without mamba-ssm, which would otherwise be timed twice where it is installed."""
+    """The path that transformers takes without mamba-ssm, which would be timed twice where it is installed."""
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
     return inspect.unwrap(mamba_selective_scan)
