@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY
+from kernels_help import DEVICE, kernels
 from small_run import CONFIG
 from test_cli import fails
 
 import mambacl.bench
 from mambacl.bench import PARTS, SHAPES, measure
+from mambacl.bench.ceilings import Ceilings, Work
 from mambacl.bench.models import without_kernels
+from mambacl.bench.problem import make_problem
 from mambacl.bench.result import Result, shown, text
+from mambacl.bench.roofline import forward_work, training_work, warps
 from mambacl.bench.scan import _compare, worthwhile
 from mambacl.bench.shapes import MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import CPU, CPU_QUICK, GPU, GPU_QUICK, Case, Sizes
@@ -79,6 +83,50 @@ def test_the_floor_counts_each_tensor_once() -> None:
     assert Shape(2, 8, 5, 4, groups=2).floor_bytes(2) == (read + u.nbytes, 2 * read + u.nbytes)
     forward, backward = (1e3 * count / speed for count in shape.floor_bytes(4))
     assert round(forward, 2) == 0.17 and round(backward, 2) == 0.28  # as the recorded figures count it
+
+
+def test_roofline_counts_each_kind_of_work() -> None:
+    shape = Shape(2, 3, 5, 4)
+    tokens, states = 2 * 3 * 5, 2 * 3 * 5 * 4
+    inputs = make_problem(shape, torch.device("cpu"), torch.bfloat16).inputs
+    read, y = sum(tensor.nbytes for tensor in inputs.values()), 2 * tokens
+    forward, both = forward_work(shape, 2), training_work(shape, 2)
+    assert forward.bytes == read + y and both.bytes == forward.bytes + 2 * read + y  # dy read, gradients written
+    assert forward.functions == states + 4 * tokens and forward.products == 4 * states + 5 * tokens
+    assert both.functions - forward.functions >= states and both.products - forward.products >= 12 * states
+    grouped = Shape(2, 4, 5, 1, groups=2)  # without a gate
+    inputs = make_problem(grouped, torch.device("cpu")).inputs
+    assert forward_work(grouped, 4).bytes == sum(tensor.nbytes for tensor in inputs.values()) + inputs["u"].nbytes
+    assert forward_work(grouped, 4).functions == 3 * 40
+
+
+def test_roofline_takes_what_binds(results: dict[str, Result]) -> None:
+    work = Work(bytes=600, functions=20, products=30)
+    assert Ceilings(100, 10, 10, shared=False).seconds(work) == {"bytes": 6, "functions": 2, "products": 3}
+    assert Ceilings(100, 10, 10, shared=True).seconds(work) == {"bytes": 6, "arithmetic": 5}
+    rows = results["roofline"].rows
+    assert len(rows) == 2 * len(TOY.shapes) * len(TOY.inputs)
+    for row in rows:
+        assert row["left"] == pytest.approx(row["taken_ms"] / max(row["bytes_ms"], row["arithmetic_ms"]))
+        assert row["binds"] == ("bytes" if row["bytes_ms"] > row["arithmetic_ms"] else "arithmetic")
+
+
+def test_warps_that_a_processor_has_registers_for() -> None:
+    assert [warps(registers) for registers in (16, 32, 80, 81, 168, 255)] == [64, 64, 25, 23, 12, 8]
+
+
+@kernels
+def test_ceilings_do_what_they_count() -> None:
+    from mambacl.bench.ceiling_kernels import exponentiate, multiply_and_add
+
+    x = y = torch.arange(32.0, device=DEVICE) / 32
+    for _ in range(2 * 3):
+        x, y = x * 0.9 + 0.1, torch.exp2(y * -0.9)
+    out = torch.empty(2 * 32, device=DEVICE)
+    multiply_and_add[(2,)](out, 0.9, 0.1, 2, UNROLLED=3, BLOCK=32)
+    torch.testing.assert_close(out, torch.cat([x, x]), rtol=12 * 2**-24, atol=0)  # two roundings for each of six
+    exponentiate[(2,)](out, -0.9, 2, UNROLLED=3, BLOCK=32)
+    torch.testing.assert_close(out, torch.cat([y, y]), rtol=6 * 4 * 2**-24, atol=0)
 
 
 def test_ratios_of_the_other_parts(results: dict[str, Result]) -> None:
@@ -204,7 +252,7 @@ def test_the_command_writes_what_it_shows(
         (["scann"], "There is no part 'scann'. Did you mean 'scan'?"),
         (["scan", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
         (["--shape", "nano", "block"], "'block' is a part: name the parts before --shape"),
-        (["block", "--shape", "nano"], "which is not among those asked for"),
+        (["block", "--shape", "nano"], "none of which is asked for"),
         (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (["scan", "--json", "missing/bench.json"], "missing/bench.json cannot be written (No such file or directory)"),
         (["scan", "--json", "."], "cannot be written (Is a directory)"),
@@ -238,3 +286,5 @@ def test_every_part_on_a_gpu(part: str) -> None:
     with mambacl.bench.quiet():
         result = measure(part, Clock(torch.device("cuda"), 3, 0.01), TOY, 1e12)
     assert result.rows and text(result)
+    if part == "roofline":  # the kernels were found
+        assert all(row["registers"] > 0 and row["warps"] > 0 for row in result.rows)

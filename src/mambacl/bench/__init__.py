@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from mambacl.bench import block, inference, nullspace, scan, step, whole
+from mambacl.bench import block, inference, nullspace, roofline, scan, step, whole
+from mambacl.bench.options import check_writable, shape_named
 from mambacl.bench.result import Result, machine, record, text
-from mambacl.bench.shapes import SHAPES, Shape
+from mambacl.bench.shapes import SHAPES
 from mambacl.bench.sizes import Sizes, default_sizes
 from mambacl.bench.timing import Clock, copy_speed
 from mambacl.errors import UserError
@@ -24,7 +25,7 @@ from mambacl.training.run import pick_device
 
 __all__ = ["PARTS", "SHAPES", "Result", "bench", "measure"]
 
-PARTS = ("scan", "block", "step", "projection", "decomposition", "inference", "run")
+PARTS = ("scan", "roofline", "block", "step", "projection", "decomposition", "inference", "run")
 
 
 def bench(
@@ -67,9 +68,10 @@ def bench(
 
 
 def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | None = None) -> Result:
-    """`speed`: of a copy, for the floor of the scan."""
+    """`speed`: of a copy, for the floor and the roofline of the scan."""
     ways: Mapping[str, Callable[[], Result]] = {
         "scan": lambda: scan.measure(clock, sizes, speed),
+        "roofline": lambda: roofline.measure(clock, sizes, speed),
         "block": lambda: block.measure(clock, sizes),
         "step": lambda: step.measure(clock, sizes),
         "projection": lambda: nullspace.measure_projection(clock, sizes),
@@ -95,9 +97,9 @@ def checked(
     where = pick_device(device)
     sizes = default_sizes(where, quick)
     if shapes:
-        if "scan" not in parts:
-            raise UserError("--shape names shapes of the part scan, which is not among those asked for.")
-        sizes = replace(sizes, shapes={name: shape_named(name) for name in shapes})
+        if "scan" not in parts and "roofline" not in parts:
+            raise UserError("--shape names shapes of the parts scan and roofline, none of which is asked for.")
+        sizes = replace(sizes, shapes={name: shape_named(name, PARTS) for name in shapes})
     if root is not None:
         if "run" not in parts:
             raise UserError("--root names the data of the part run, which is not among those asked for.")
@@ -105,29 +107,10 @@ def checked(
     return where, sizes
 
 
-def shape_named(name: str) -> Shape:
-    if name in PARTS and name not in SHAPES:
-        raise UserError(f"'{name}' is a part: name the parts before --shape.")
-    if name not in SHAPES:
-        raise UserError(f"There is no shape '{name}'.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}.")
-    return SHAPES[name]
-
-
 def check_root(root: Path) -> None:
     from mambacl.streams.data import open_dataset
 
     open_dataset("cifar100", root)  # says itself what is missing
-
-
-def check_writable(path: Path) -> None:
-    new = not path.exists()
-    try:
-        with open(path, "ab"):
-            pass
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): choose another --json FILE.") from None
-    if new:
-        path.unlink()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -63,24 +64,56 @@ def shown(figure: Figure) -> str | None:
 def record(device: torch.device, options: Mapping[str, Any], copies: float, parts: Mapping[str, Result]) -> dict:
     """Everything that was found, and where."""
     return {
-        "schema": 1,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(device),
-        "versions": all_versions(),
-        "options": dict(options),
+        **header(device, options),
         "copy_bytes_per_second": copies,
         "parts": {name: result.as_dict() for name, result in parts.items()},
     }
+
+
+def header(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
+    """When, where, with what and with which options something was measured."""
+    return {
+        "schema": 1,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(device),
+        "versions": all_versions(),
+        "options": dict(options),
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout that this package runs from, with a plus sign where it has changes; None elsewhere."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def machine(device: torch.device) -> dict[str, Figure]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "cpu": processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": load(),
         "system": platform.platform(),
     }
+
+
+def load() -> float | None:
+    """Programs that wanted a core during the last minute; None where the system does not say."""
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (AttributeError, OSError):
+        return None
 
 
 def processor() -> str:

@@ -56,8 +56,13 @@ SHAPES: dict[str, Shape] = {
     "mambavision": Shape(64, 320, 196, 8),
     "language": Shape(8, 1536, 2048, 16),
     "nano": Shape(200, 384, 65, 16),
+    "nano-1": Shape(1, 384, 65, 16),
+    "nano-8": Shape(8, 384, 65, 16),
     "cpu": Shape(2, 768, 197, 16),
+    "defocus-l-1": Shape(1, 2048, 145, 16),
 }
+CPU_SHAPES = ("nano-1", "nano-8", "cpu", "defocus-l-1")  # small enough for one core
+GPU_SHAPES = tuple(name for name in SHAPES if name not in CPU_SHAPES)
 
 MAMBA_SSM = "mamba-ssm's CUDA kernels, H200, torch 2.11"
 MAMBA_SSM_GPU = "H200"

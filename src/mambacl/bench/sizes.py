@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mambacl.bench.shapes import SHAPES, Shape
+from mambacl.bench.shapes import GPU_SHAPES, SHAPES, Shape
 
 NANO, LARGE = "defocus_mamba_nano", "defocus_mamba_large_22k"
 ONE_BLOCK = {"depth": 1}
@@ -67,7 +67,7 @@ CPU_QUICK = replace(
     budget=0.3,
 )
 GPU = Sizes(
-    shapes={name: shape for name, shape in SHAPES.items() if name != "cpu"},
+    shapes={name: SHAPES[name] for name in GPU_SHAPES},
     inputs=("float32", "bfloat16"),
     precisions=("float32", "tf32", "bf16"),
     block=(

@@ -71,17 +71,37 @@ class Clock:
         if self.device.type != "cuda":
             seconds = self.wall(call)
             return Timing(seconds, seconds, False)
+        calls, sleep, alone = self._batch(call)
+        batches = [self._queued(call, calls, sleep) for _ in range(1 + self.more(alone * calls + sleep))]
+        return Timing(statistics.median(seconds for seconds, _ in batches), alone, all(ahead for _, ahead in batches))
+
+    def in_rounds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+        """Seconds per call of each, one figure per round. All take part in every round, so that a busy moment of the
+        machine hits all of them. On a GPU it is the GPU's own time, as in `on_device`."""
+        plans = {name: self._batch(call) for name, call in calls.items()}
+        rounds = 1 + self.more(sum(alone * count + sleep for count, sleep, alone in plans.values()))
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                count, sleep, _ = plans[name]
+                on_gpu = self.device.type == "cuda"
+                times[name].append(self._queued(call, count, sleep)[0] if on_gpu else self.once(call, count))
+        return times
+
+    def _batch(self, call: Callable[[], object]) -> tuple[int, float, float]:
+        """How many calls are timed at once, how long the GPU sleeps before them, and the seconds of one call that is
+        waited for. Short calls are timed several at once."""
         self.once(call)
         alone = statistics.median(self.once(call) for _ in range(FEWEST))
+        calls = max(1, min(MOST_CALLS, int(BATCH_SECONDS / alone)))
+        if self.device.type != "cuda":
+            return calls, 0.0, alone
         started = time.perf_counter()
         call()
         launching = time.perf_counter() - started
-        calls = max(1, min(MOST_CALLS, int(BATCH_SECONDS / alone)))
         while calls > 1 and not self._queued(call, calls, _sleep(launching * calls))[1]:
             calls //= 2  # its launches have filled the queue
-        sleep = _sleep(launching * calls)
-        batches = [self._queued(call, calls, sleep) for _ in range(1 + self.more(alone * calls + sleep))]
-        return Timing(statistics.median(seconds for seconds, _ in batches), alone, all(ahead for _, ahead in batches))
+        return calls, _sleep(launching * calls), alone
 
     def _queued(self, call: Callable[[], object], calls: int, sleep: float) -> tuple[float, bool]:
         """Seconds of a call by the GPU's own clock, and whether all of them waited for it."""

@@ -1,0 +1,27 @@
+"""Triton kernels that do one thing only, to see how fast a GPU does it. Imported only where they are used."""
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiply_and_add(out_ptr, factor, term, rounds, UNROLLED: tl.constexpr, BLOCK: tl.constexpr):
+    """x = factor x + term, over and over: the elements of a thread are chains that do not wait for each other."""
+    places = tl.arange(0, BLOCK)
+    x = places.to(tl.float32) / BLOCK
+    for _ in range(rounds):
+        for _ in tl.static_range(UNROLLED):
+            x = x * factor + term
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + places, x)
+
+
+@triton.jit
+def exponentiate(out_ptr, factor, rounds, UNROLLED: tl.constexpr, BLOCK: tl.constexpr):
+    """x = 2 ** (factor x), over and over, which settles for a factor of about -1."""
+    places = tl.arange(0, BLOCK)
+    x = places.to(tl.float32) / BLOCK
+    for _ in range(rounds):
+        for _ in tl.static_range(UNROLLED):
+            x = tl.exp2(x * factor)
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + places, x)

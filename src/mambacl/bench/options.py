@@ -1,0 +1,27 @@
+"""Mistakes in what the bench is asked for, found before anything is measured."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mambacl.bench.shapes import SHAPES, Shape
+from mambacl.errors import UserError
+from mambacl.registry import did_you_mean
+
+
+def shape_named(name: str, parts: Sequence[str] = ()) -> Shape:
+    if name in parts and name not in SHAPES:
+        raise UserError(f"'{name}' is a part: name the parts before --shape.")
+    if name not in SHAPES:
+        raise UserError(f"There is no shape '{name}'.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
+
+def check_writable(path: Path) -> None:
+    new = not path.exists()
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another --json FILE.") from None
+    if new:
+        path.unlink()

@@ -1,0 +1,255 @@
+"""Other implementations of the selective scan, each called as its users call it, at its best setting.
+
+A peer that is not installed is left out, with a line that says how to get it.
+"""
+# mypy: disable-error-code="import-not-found, import-untyped"
+
+import importlib.util
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambacl.bench import c_loop, graphs
+from mambacl.bench.ours import selective_scan
+from mambacl.bench.problem import Problem
+from mambacl.errors import UserError
+
+Call = Callable[[], Tensor]
+ENGINE_TRIALS = 5  # calls of each variant of a graph
+PLAIN_STEPS = 256  # a peer that launches kernels for each step takes a GPU longer than one cares to wait for more
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    prepare: Callable[[Problem, int], Call]
+    """makes the call that is timed, for a problem and a number of threads; with gradients where `differentiable`"""
+    install: str = ""
+    modules: tuple[str, ...] = ()
+    package: str | None = None
+    """whose version is recorded"""
+    devices: tuple[str, ...] = ("cpu",)
+    differentiable: bool = False
+    plain: bool = False
+    """takes a kernel or more for each step, in float32 and without groups"""
+    one_group: bool = True
+
+    def installed(self) -> bool:
+        return all(importlib.util.find_spec(module) is not None for module in self.modules)
+
+    def version(self) -> str:
+        try:
+            return version(self.package) if self.package else "unknown"
+        except PackageNotFoundError:
+            return "unknown"
+
+    def suits(self, problem: Problem) -> bool:
+        on_gpu = problem.device.type == "cuda"
+        if problem.device.type not in self.devices or (self.one_group and problem.shape.groups > 1):
+            return False
+        slow = self.plain and on_gpu and problem.shape.length > PLAIN_STEPS
+        return not slow and (problem.dtype == torch.float32 or (on_gpu and not self.plain))
+
+
+@dataclass(frozen=True)
+class CompiledLoop(Peer):
+    """The loop in C, which needs a compiler rather than a package."""
+
+    def installed(self) -> bool:
+        return c_loop.compiler() is not None
+
+    def version(self) -> str:
+        return c_loop.version()
+
+
+def ours(problem: Problem, threads: int) -> Call:
+    function: Callable[..., Tensor] = selective_scan  # type: ignore[assignment]
+    return lambda: function(**problem.inputs, delta_softplus=True)
+
+
+def mamba_ssm(problem: Problem, threads: int) -> Call:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    return lambda: selective_scan_fn(**problem.inputs, delta_softplus=True)
+
+
+class _OflexScan(torch.autograd.Function):
+    """Autograd around VMamba's extension, which has none. Its output is in the type of u, as all others' are."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor) -> Tensor:
+        import selective_scan_cuda_oflex as kernel
+
+        y, states, *_ = kernel.fwd(u, delta, A, B, C, D, bias, True, 1, False)
+        ctx.save_for_backward(u, delta, A, B, C, D, bias, states)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, ...]:
+        import selective_scan_cuda_oflex as kernel
+
+        return tuple(kernel.bwd(*ctx.saved_tensors[:-1], dys[0].contiguous(), ctx.saved_tensors[-1], True, 1)[:7])
+
+
+def vmamba(problem: Problem, threads: int) -> Call:
+    given = problem.inputs
+    tensors = [given[name] for name in ("u", "delta", "A", "B", "C", "D", "delta_bias")]
+    if problem.shape.groups == 1:  # it takes groups always, and no z
+        return lambda: _OflexScan.apply(*_with_groups(tensors)) * F.silu(given["z"])
+    return lambda: _OflexScan.apply(*tensors)
+
+
+def _with_groups(tensors: list[Tensor]) -> list[Tensor]:
+    return [M[:, None] if number in (3, 4) else M for number, M in enumerate(tensors)]
+
+
+def transformers(problem: Problem, threads: int) -> Call:
+    function = transformers_function()
+    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+    tensors = [problem.inputs[name] for name in names]
+    return lambda: function(*tensors, delta_softplus=True)
+
+
+def transformers_function() -> Callable[..., Tensor]:
+    """The path that transformers takes without mamba-ssm, which would be timed twice where it is installed."""
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+    return inspect.unwrap(mamba_selective_scan)
+
+
+def mamba_py(problem: Problem, threads: int) -> Call:
+    from mambapy.mamba import MambaBlock
+
+    return _mamba_py_call(problem, MambaBlock.selective_scan)
+
+
+def mamba_py_sequential(problem: Problem, threads: int) -> Call:
+    from mambapy.mamba import MambaBlock
+
+    return _mamba_py_call(problem, MambaBlock.selective_scan_seq)
+
+
+def _mamba_py_call(problem: Problem, scan: Callable[..., Tensor]) -> Call:
+    """A method of its block, which only looks up the sizes there."""
+    shape = problem.shape
+    block = SimpleNamespace(config=SimpleNamespace(d_inner=shape.channels, d_state=shape.states))
+
+    def call() -> Tensor:
+        given = problem.inputs
+        steps = F.softplus(given["delta"].mT + given["delta_bias"])
+        y = scan(block, given["u"].mT, steps, given["A"], given["B"].mT, given["C"].mT, given["D"])
+        return (y * F.silu(given["z"].mT)).mT
+
+    return call
+
+
+def onnx_runtime(problem: Problem, threads: int) -> Call:
+    import numpy as np
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
+    arrays, shape = _arrays(problem), problem.shape
+
+    def made(variant: graphs.Variant) -> Call:
+        graph = graphs.onnx_scan(shape, variant)
+        session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        binding, y = session.io_binding(), torch.empty(shape.batch, shape.channels, shape.length)
+        for name, array in arrays.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("y", "cpu", 0, np.float32, tuple(y.shape), y.data_ptr())
+
+        def call() -> Tensor:
+            session.run_with_iobinding(binding)
+            return y
+
+        return call
+
+    return fastest(map(made, graphs.VARIANTS))
+
+
+def openvino(problem: Problem, threads: int) -> Call:
+    import openvino
+
+    core, arrays = openvino.Core(), list(_arrays(problem).values())
+    hints = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+
+    def made(variant: graphs.Variant) -> Call:
+        model = core.compile_model(graphs.openvino_scan(problem.shape, variant), "CPU", hints)
+        request = model.create_infer_request()
+        return lambda: torch.from_numpy(request.infer(arrays, share_inputs=True, share_outputs=True)[0])
+
+    return fastest(map(made, graphs.VARIANTS))
+
+
+def _arrays(problem: Problem) -> dict[str, Any]:
+    given = {name: problem.inputs[name].detach() for name in graphs.input_shapes(problem.shape)}
+    return {name: (x[:, None] if name in ("D", "delta_bias") else x).numpy() for name, x in given.items()}
+
+
+def fastest(calls: Iterable[Call]) -> Call:
+    """By the best of a few calls each."""
+
+    def seconds(call: Call) -> float:
+        call()
+        times = []
+        for _ in range(ENGINE_TRIALS):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    return min(list(calls), key=seconds)
+
+
+def compiled_loop(problem: Problem, threads: int) -> Call:
+    return _compiled_call(problem, c_loop.FLAGS)
+
+
+def relaxed_loop(problem: Problem, threads: int) -> Call:
+    return _compiled_call(problem, c_loop.RELAXED)
+
+
+def _compiled_call(problem: Problem, flags: tuple[str, ...]) -> Call:
+    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+    tensors = [problem.inputs[name].detach() for name in names]
+    y = torch.empty_like(tensors[0])
+    shape, scan = problem.shape, c_loop.compiled(flags).scan
+    pointers = [c_loop.ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, y)]
+    sizes = [c_loop.ctypes.c_long(size) for size in (shape.batch, shape.channels, shape.length, shape.states)]
+
+    def call() -> Tensor:
+        if scan(*pointers, *sizes) != 0:
+            raise UserError("The loop in C found no memory: close other programs.")
+        return y
+
+    return call
+
+
+BOTH = ("cpu", "cuda")
+OURS = Peer("mambacl", ours, devices=BOTH, differentiable=True, package="mambacl", one_group=False)
+PEERS: tuple[Peer, ...] = (
+    Peer(
+        "mamba-ssm", mamba_ssm, "MAMBA_KEEP_CUDA_BUILD=TRUE pip install mamba-ssm --no-build-isolation",
+        ("mamba_ssm", "selective_scan_cuda"), "mamba-ssm", ("cuda",), True, one_group=False,
+    ),
+    Peer(
+        "VMamba", vmamba, "pip install --no-build-isolation ./kernels/selective_scan in a clone of MzeroMiko/VMamba",
+        ("selective_scan_cuda_oflex",), "selective-scan", ("cuda",), True, one_group=False,
+    ),
+    Peer("transformers", transformers, "pip install transformers", ("transformers",), "transformers", BOTH, True, True),
+    Peer("mamba.py", mamba_py, "pip install mambapy", ("mambapy",), "mambapy", BOTH, True, True),
+    Peer("mamba.py sequential", mamba_py_sequential, "pip install mambapy", ("mambapy",), "mambapy", BOTH, True, True),
+    Peer("ONNX Runtime", onnx_runtime, "pip install onnx onnxruntime", ("onnx", "onnxruntime"), "onnxruntime"),
+    Peer("OpenVINO", openvino, "pip install openvino", ("openvino",), "openvino"),
+    CompiledLoop("loop in C", compiled_loop, "a C compiler named cc"),
+    CompiledLoop("loop in C, -ffast-math", relaxed_loop, "a C compiler named cc"),
+)  # fmt: skip

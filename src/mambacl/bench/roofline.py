@@ -1,0 +1,118 @@
+"""Part `roofline`: what a call of the scan must do at least, how long each of it would take here, and what it takes.
+
+The call is `mambacl.selective_scan` with D, delta's bias, softplus and, where there are no groups, the gate z.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from mambacl.bench.ceilings import EXPONENTIAL, Ceilings, Work, ceilings
+from mambacl.bench.models import free_memory
+from mambacl.bench.ours import kernels_of
+from mambacl.bench.peers import OURS
+from mambacl.bench.problem import Problem, make_problem
+from mambacl.bench.result import Result, Row
+from mambacl.bench.shapes import Shape
+from mambacl.bench.sizes import Sizes
+from mambacl.bench.timing import Clock
+
+REGISTERS, MOST_WARPS, LANES = 65536, 64, 32  # of a processor of an NVIDIA GPU; threads of a warp
+NOTES = (
+    "bytes: every input read once and every result written once; with a backward, the inputs once more, dy, and a "
+    "gradient of each input. functions: one exponential per state and step, two with a backward, which computes states "
+    "again; and those of softplus and of the gate. products: multiplications, with an addition or without.",
+    "Ceilings measured in this run: {bytes:.3g} GB/s, {functions:.3g} billion functions and {products:.3g} billion "
+    "products a second. The longest of these times binds; left: the time taken, divided by it.",
+)
+CPU_NOTE = f"On the CPU a function takes about {EXPONENTIAL} products, so that both add up to the arithmetic."
+GPU_NOTE = "registers: of a thread of the scan's kernel; warps: how many of them a processor has registers for, of 64."
+
+
+def forward_work(shape: Shape, itemsize: int) -> Work:
+    """Per state and step: exp(delta A) and its argument, delta u B, the new state, its part of y. Per step: the bias,
+    softplus (exponential, logarithm), delta u, D u, and the gate (exponential, reciprocal, two products)."""
+    gated = shape.groups == 1
+    tokens, matrices, weights = _elements(shape)
+    states = tokens * shape.states
+    return Work(
+        bytes=itemsize * ((3 + gated) * tokens + matrices) + 4 * weights,
+        functions=states + (2 + 2 * gated) * tokens,
+        products=4 * states + (3 + 2 * gated) * tokens,
+    )
+
+
+def training_work(shape: Shape, itemsize: int) -> Work:
+    """The forward, and a backward. Per state and step the backward computes the state again (an exponential, three
+    products); the gradients of the state (C dy, and the decay of what comes from later), of B, C, delta u, and by way
+    of the decay of A and delta (the decayed state, times the gradient, times delta and A): nine. Per step: softplus and
+    gate again, their derivatives, and the gradients of u, delta, D, bias and z."""
+    gated = shape.groups == 1
+    tokens, matrices, weights = _elements(shape)
+    states = tokens * shape.states
+    forward = forward_work(shape, itemsize)
+    read, written = (3 + gated) * tokens + matrices, (2 + gated) * tokens + matrices
+    return Work(
+        bytes=forward.bytes + itemsize * (read + written) + 8 * weights,
+        functions=forward.functions + states + (3 + 2 * gated) * tokens,
+        products=forward.products + 12 * states + (8 + 6 * gated) * tokens,
+    )
+
+
+def _elements(shape: Shape) -> tuple[int, int, int]:
+    """Of u; of B and C together; of A, D and the bias."""
+    images = shape.batch * shape.length
+    return images * shape.channels, 2 * images * shape.groups * shape.states, shape.channels * (shape.states + 2)
+
+
+def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
+    """`speed`: bytes in a second that a copy reads and writes."""
+    ceiling = ceilings(clock, speed)
+    on_gpu = clock.device.type == "cuda"
+    result = Result(f"Roofline of the scan on {clock.device.type}", left_out=("size",))
+    for name, shape in sizes.shapes.items():
+        for dtype in sizes.inputs:
+            free_memory()
+            try:
+                problem = make_problem(shape, clock.device, getattr(torch, dtype))
+                result.rows += _rows(clock, name, problem, ceiling)
+            except torch.cuda.OutOfMemoryError:
+                result.notes.append(f"{name}: does not fit into memory.")
+    listed = "; ".join(f"{name}: {shape}" for name, shape in sizes.shapes.items())
+    rates = {key: getattr(ceiling, key) / 1e9 for key in ("bytes", "functions", "products")}
+    result.notes[:0] = [listed, *(note.format(**rates) for note in NOTES), GPU_NOTE if on_gpu else CPU_NOTE]
+    return result
+
+
+def _rows(clock: Clock, name: str, problem: Problem, ceiling: Ceilings) -> list[Row]:
+    call, itemsize = OURS.prepare(problem, torch.get_num_threads()), problem.dy.element_size()
+
+    def both() -> object:
+        return torch.autograd.grad(call(), list(problem.inputs.values()), problem.dy)
+
+    with torch.no_grad():
+        forward_row = _row(clock, call, forward_work(problem.shape, itemsize), ceiling, "forward")
+    rows = [forward_row, _row(clock, both, training_work(problem.shape, itemsize), ceiling, "backward")]
+    dtype = str(problem.dtype).removeprefix("torch.")
+    calls = ("forward", "forward and backward")
+    return [
+        {"shape": name, "size": str(problem.shape), "inputs": dtype, "call": which, **row}
+        for which, row in zip(calls, rows, strict=True)
+    ]
+
+
+def _row(clock: Clock, call: Callable[[], object], work: Work, ceiling: Ceilings, kernel: str) -> Row:
+    times = ceiling.seconds(work)
+    binding = max(times, key=lambda key: times[key])
+    taken = clock.on_device(call).seconds
+    row: Row = {f"{key}_ms": 1e3 * seconds for key, seconds in times.items()}
+    row |= {"binds": binding, "taken_ms": 1e3 * taken, "left": taken / times[binding]}
+    if clock.device.type == "cuda":
+        found = [found.n_regs for name, found in kernels_of(call).items() if "scan" in name and kernel in name]
+        row |= {"registers": max(found), "warps": warps(max(found))} if found else {}
+    return row
+
+
+def warps(registers: int) -> int:
+    """How many a processor has registers for, given the registers per thread, which are handed out eight at a time."""
+    return min(MOST_WARPS, REGISTERS // (-(-registers // 8) * 8 * LANES))
