@@ -78,20 +78,24 @@ def selective_state_update(
         before = before.clone()  # the backward needs it as it was
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = (F.softplus(step) if dt_softplus else step).unsqueeze(-1)  # (b, h, d, 1)
-    per_group = x.shape[1] // B.shape[1]
-    B, C = (M.to(wide).repeat_interleave(per_group, dim=1).unsqueeze(2) for M in (B, C))  # (b, h, 1, n)
-    after = torch.exp(step * A.to(wide)) * before.to(wide) + step * x.to(wide).unsqueeze(-1) * B
+    B, C = _per_head(B.to(wide), x.shape[1]), _per_head(C.to(wide), x.shape[1])  # (b, h, n)
+    added = (step * x.to(wide).unsqueeze(-1)) * B.unsqueeze(2)
+    after = torch.addcmul(added, torch.exp(step * A.to(wide)), before.to(wide))
     if rows is None:
         all_states.copy_(after)
     else:
         all_states[rows] = after.to(state.dtype)
-    y = (after * C).sum(-1)
+    y = (after * C.unsqueeze(2)).sum(-1)
     if D is not None:
         y = torch.addcmul(y, D.to(wide), x.to(wide))
     if z is not None:
         y = y * F.silu(z.to(wide))
     y = y.to(x.dtype)
     return y if heads else y.squeeze(1)
+
+
+def _per_head(M: Tensor, heads: int) -> Tensor:
+    return M if M.shape[1] == heads else M.repeat_interleave(heads // M.shape[1], dim=1)
 
 
 def mamba_inner_fn(
