@@ -70,8 +70,9 @@ def test_arguments_come_in_the_public_order():
         assert_close(last, state, SCAN)
 
 
-def test_half_precision_comes_back_as_it_went_in():
-    inputs = {name: M.bfloat16() if name != "A" else M.float() for name, M in scan_inputs().items()}
+@pytest.mark.parametrize("device", DEVICES)
+def test_half_precision_comes_back_as_it_went_in(device):
+    inputs = {name: M.to(device, torch.float32 if name == "A" else torch.bfloat16) for name, M in scan_inputs().items()}
     y, last = compat.selective_scan_fn(**inputs, delta_softplus=True, return_last_state=True)
     assert y.dtype == torch.bfloat16 and last.dtype == torch.float32
 
@@ -193,9 +194,10 @@ def test_the_inner_functions_of_vim(device, dtype):
     compare(compat.mamba_inner_fn_no_out_proj, without_projection, inputs, device, dtype, INNER)
 
 
-def test_autocast_reaches_the_projections():
-    inputs = {name: M.float() for name, M in inner_inputs().items()}
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_reaches_the_projections(device):
+    inputs = {name: M.float().to(device) for name, M in inner_inputs().items()}
+    with torch.autocast(device, torch.bfloat16):
         assert compat.mamba_inner_fn(**inputs).dtype == torch.bfloat16
 
 
@@ -371,11 +373,12 @@ def test_the_scan_below_autograd(gated):
     assert not gated or found[-1].data_ptr() == dz.data_ptr()
 
 
-def test_vmambas_scans():
+@pytest.mark.parametrize("device", DEVICES)
+def test_vmambas_scans(device):
     inputs = {**scan_inputs(), "D": normal(d, seed=6), "delta_bias": normal(d, seed=8)}
-    given = [inputs[name].float() for name in ("u", "delta", "A", "B", "C", "D", "delta_bias")]
+    given = [inputs[name].float().to(device) for name in ("u", "delta", "A", "B", "C", "D", "delta_bias")]
     half = [M.bfloat16() if i in (0, 1, 3, 4) else M for i, M in enumerate(given)]
-    dout = torch.linspace(-1, 2, b * d * L).reshape(b, d, L)
+    dout = torch.linspace(-1, 2, b * d * L).reshape(b, d, L).to(device)
     wanted = outputs_and_gradients(plain_scan, {**inputs, "delta_softplus": True})
     for module, flags in ((raw.selective_scan_cuda_core, (1,)), (raw.selective_scan_cuda_oflex, (1, True))):
         out, x = module.fwd(*given, True, *flags)
