@@ -338,6 +338,20 @@ def test_layer_scale_multiplies_both_branches():
     torch.testing.assert_close(block(tokens), tokens + 0.5 * block.mlp(block.norm2(tokens)))
 
 
+def test_layer_scale_of_the_convolutions():
+    assert tiny(layer_scale_conv=None).state_dict().keys() == tiny().state_dict().keys()
+    plain, scaled = tiny(), tiny(layer_scale_conv=1.0)
+    assert scaled.state_dict().keys() - plain.state_dict().keys() == {f"levels.{i}.blocks.0.gamma" for i in (0, 1)}
+    scaled.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(scaled(images()), plain(images()))
+    block, image = scaled.levels[0].blocks[0], torch.randn(2, len(scaled.levels[0].blocks[0].gamma), 8, 8)
+    branch = plain.levels[0].blocks[0](image) - image
+    nn.init.constant_(block.gamma, 0.5)
+    torch.testing.assert_close(block(image), image + 0.5 * branch)
+    with pytest.raises(UserError, match="layer_scale_conv"):
+        tiny(layer_scale_conv="large")
+
+
 # Training
 
 

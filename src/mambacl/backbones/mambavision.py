@@ -39,6 +39,7 @@ class MambaVisionConfig:
     d_conv: int = 3
     expand: int = 1
     layer_scale: float = 0.0  # initial gamma_1 and gamma_2; 0 for none
+    layer_scale_conv: float | None = None  # initial gamma of the convolutional blocks; None, as in every size, for none
     drop_path_rate: float = 0.0
     num_classes: int = 1000
     resolution: int = 224  # of default_cfg; the model takes images of any size
@@ -68,6 +69,8 @@ class MambaVisionConfig:
             raise UserError(f"drop_path_rate must be at least 0 and below 1, got {self.drop_path_rate}.")
         if int(self.mlp_ratio * self.dim) < 1:
             raise UserError(f"mlp_ratio must be positive, got {self.mlp_ratio}.")
+        if self.layer_scale_conv is not None and type(self.layer_scale_conv) not in (int, float):
+            raise UserError(f"layer_scale_conv must be a number, or None, got {self.layer_scale_conv!r}.")
         if self.stem_stride not in (1, 2, 4):
             raise UserError(f"stem_stride must be 1, 2 or 4, got {self.stem_stride}.")
 
@@ -154,17 +157,20 @@ class WindowBlock(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    def __init__(self, width: int, drop_path_rate: float) -> None:
+    def __init__(self, width: int, layer_scale: float | None, drop_path_rate: float) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width, width, 3, padding=1)
         self.norm1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.norm2 = nn.BatchNorm2d(width)
+        self.gamma = None if layer_scale is None else nn.Parameter(torch.full((width,), float(layer_scale)))
         self.drop_path_rate = drop_path_rate
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.norm1(self.conv1(x)), approximate="tanh")
-        return x + drop_path(self.norm2(self.conv2(y)), self.drop_path_rate, self.training)
+        y = self.norm2(self.conv2(y))
+        y = y if self.gamma is None else y * self.gamma[:, None, None]
+        return x + drop_path(y, self.drop_path_rate, self.training)
 
 
 class Stem(nn.Module):
@@ -204,7 +210,7 @@ class Level(nn.Module):
         blocks: list[nn.Module] = []
         for i, rate in enumerate(drop_path_rates):
             if not self.window:
-                blocks.append(ConvBlock(width, rate))
+                blocks.append(ConvBlock(width, config.layer_scale_conv, rate))
                 continue
             scans = i < (depth + 1) // 2
             mixer = MambaVisionMixer(width, config) if scans else Attention(width, config.num_heads[stage])

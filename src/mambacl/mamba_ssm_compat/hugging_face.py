@@ -1,0 +1,199 @@
+"""transformers' Mamba, FalconMamba, Jamba and their like on mambacl's functions, on the CPU and on the GPU.
+
+Since 5.15 the modeling files of transformers call five functions by name from their own module, each of which is
+mamba-ssm's where that is installed and a slow loop elsewhere. `accelerate_transformers` puts mambacl's there.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.errors import UserError
+from mambacl.mamba_ssm_compat.conv import causal_conv1d_fn, causal_conv1d_update
+from mambacl.mamba_ssm_compat.scan import selective_scan_fn, selective_state_update
+
+TESTED = "5.15 to 5.22"
+FAMILIES = ("mamba", "falcon_mamba", "jamba")
+_SCAN = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state")
+_STEP = ("state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z")
+_CONV = ("hidden_states", "weight", "bias", "activation")
+_CONV_STEP = ("hidden_states", "conv_state", "weight", "bias", "activation")
+
+
+def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
+    """Has transformers' models call mambacl's scan and convolution; returns the modules of transformers changed.
+
+    With a model, the modules that its blocks come from, else those of Mamba, FalconMamba and Jamba; models made before
+    are served too. A second call changes nothing; `restore_transformers()` undoes it.
+    """
+    modules = _modules_of_families() if model is None else _modules_of(model)
+    for module in modules:  # all are looked at before the first is changed
+        _check(module)
+    for module in modules:
+        if module.__name__ not in _originals:
+            names = [name for name in _REPLACEMENTS if hasattr(module, name)]
+            _originals[module.__name__] = {name: getattr(module, name) for name in names}
+            for name in names:
+                setattr(module, name, _REPLACEMENTS[name][0](getattr(module, name)))
+    return [module.__name__ for module in modules]
+
+
+def restore_transformers() -> None:
+    """Gives every module changed by `accelerate_transformers` its own functions back."""
+    for name, functions in _originals.items():
+        for function, original in functions.items():
+            setattr(sys.modules[name], function, original)
+    _originals.clear()
+
+
+def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(_function(original))
+    def mamba_selective_scan(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_exporting():  # an exported program shall not need mambacl
+            return original(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
+        return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+
+    return mamba_selective_scan
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(_function(original))
+    def mamba_selective_state_update(
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if torch.compiler.is_exporting():
+            return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)
+        return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+    return mamba_selective_state_update
+
+
+def _conv(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(_function(original))
+    def conv(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_exporting() or activation not in (None, "silu", "swish"):
+            return original(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx, **kwargs)
+        return causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
+
+    return conv
+
+
+def _conv_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(_function(original))
+    def conv_step(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_exporting() or activation not in (None, "silu", "swish"):
+            return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
+        return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+    return conv_step
+
+
+def _inner(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(_function(original))
+    def mamba_inner_fn(*args: Any, **kwargs: Any) -> None:
+        """None has transformers go through the parts above. They are as fast together, and between them it masks
+        padding, which the one call of mamba-ssm leaves out."""
+
+    return mamba_inner_fn
+
+
+_REPLACEMENTS: dict[str, tuple[Callable[[Callable[..., Any]], Callable[..., Any]], tuple[str, ...]]] = {
+    "mamba_selective_scan": (_scan, _SCAN),
+    "mamba_selective_state_update": (_step, _STEP),
+    "causal_conv1d_fn": (_conv, _CONV),
+    "causal_conv1d_update": (_conv_step, _CONV_STEP),
+    "mamba_inner_fn": (_inner, ()),
+}
+_REQUIRED = [name for name in _REPLACEMENTS if name != "mamba_inner_fn"]  # Zamba has no use for that
+_originals: dict[str, dict[str, Callable[..., Any]]] = {}  # what each module had
+
+
+def _modules_of_families() -> list[ModuleType]:
+    try:
+        return [import_module(f"transformers.models.{family}.modeling_{family}") for family in FAMILIES]
+    except ImportError as error:
+        raise UserError(f"accelerate_transformers needs transformers {TESTED} ({error}): install it.") from None
+
+
+def _modules_of(model: nn.Module) -> list[ModuleType]:
+    names = sorted({type(module).__module__ for module in model.modules()})
+    ours = [
+        name for name in names if name.startswith("transformers.") and name.rpartition(".")[2].startswith("modeling")
+    ]
+    scanning = [name for name in ours if "mamba_selective_scan" in vars(sys.modules[name])]
+    known = [name for name in ours if name.split(".")[-2] in FAMILIES]
+    if not scanning and not known:
+        raise UserError(
+            f"There is no block of transformers' Mamba, FalconMamba or Jamba in this {type(model).__name__}: "
+            "accelerate_transformers has nothing to change."
+        )
+    return [sys.modules[name] for name in scanning or known]
+
+
+def _check(module: ModuleType) -> None:
+    """Refuses a transformers whose functions are not where, or not what, they are replaced by."""
+    if module.__name__ in _originals:
+        return
+    for name in _REQUIRED:
+        function = getattr(module, name, None)
+        if function is None or not _takes(function, _REPLACEMENTS[name][1]):
+            version = getattr(sys.modules["transformers"], "__version__", "of unknown version")
+            raise UserError(
+                f"transformers {version} has no {name} in {module.__name__} that mambacl knows how to replace: "
+                f"accelerate_transformers works with transformers {TESTED}."
+            )
+
+
+def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a function has parameters of these names first; one that takes any, as a hub kernel's wrapper, may."""
+    parameters = inspect.signature(_function(function)).parameters
+    general = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    return general or tuple(parameters)[: len(names)] == names
+
+
+def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that the package `kernels`, where it is installed, has wrapped in a module."""
+    return function.forward if isinstance(function, nn.Module) else function

@@ -1,0 +1,176 @@
+"""Puts mambacl's functions under the import names of mamba-ssm, causal-conv1d and VMamba's kernels, and removes them.
+
+An import hook ahead of all others serves the names below; `importlib.metadata` finds their versions as well, by which
+libraries decide what they use. Nothing happens before `install()` is called.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mambacl.errors import UserError
+from mambacl.mamba_ssm_compat import block, conv, hub, norms, raw, scan
+
+# What the names stand for: mamba-ssm's Mamba-1, so below the 2.0 by which libraries expect Mamba-2.
+VERSIONS = {"mamba_ssm": "1.2.2+mambacl", "causal_conv1d": "1.6.1+mambacl"}
+
+_NORMS = {"RMSNorm": norms.RMSNorm, "layer_norm_fn": norms.layer_norm_fn, "rms_norm_fn": norms.rms_norm_fn}
+_CONVS = {"causal_conv1d_fn": conv.causal_conv1d_fn, "causal_conv1d_update": conv.causal_conv1d_update}
+_MAMBA = {"Mamba": block.Mamba}
+_STEP = {"selective_state_update": scan.selective_state_update}
+_SCANS = {"selective_scan_fn": scan.selective_scan_fn, "mamba_inner_fn": scan.mamba_inner_fn}
+_MORE_SCANS = {
+    "selective_scan_ref": scan.selective_scan_ref,
+    "mamba_inner_fn_no_out_proj": scan.mamba_inner_fn_no_out_proj,
+    "bimamba_inner_fn": scan.bimamba_inner_fn,
+}
+_GENERATION = {"InferenceParams": hub.InferenceParams, "GenerationMixin": hub.GenerationMixin}
+_HUB = {"load_config_hf": hub.load_config_hf, "load_state_dict_hf": hub.load_state_dict_hf}
+
+MODULES: dict[str, dict[str, Any]] = {
+    "mamba_ssm": {**_SCANS, **_MAMBA},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.selective_scan_interface": {**_SCANS, **_MORE_SCANS},
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.layer_norm": _NORMS,
+    "mamba_ssm.ops.triton.layernorm": _NORMS,  # its name before mamba-ssm 2
+    "mamba_ssm.ops.triton.selective_state_update": _STEP,
+    "mamba_ssm.modules": {},
+    "mamba_ssm.modules.mamba_simple": {**_MAMBA, **_SCANS, **_CONVS, **_STEP, **_NORMS},
+    "mamba_ssm.utils": {},
+    "mamba_ssm.utils.generation": _GENERATION,
+    "mamba_ssm.utils.hf": _HUB,
+    "causal_conv1d": _CONVS,
+    "causal_conv1d.causal_conv1d_interface": _CONVS,
+    "selective_scan_cuda": vars(raw.selective_scan_cuda),
+    "selective_scan_cuda_core": vars(raw.selective_scan_cuda_core),
+    "selective_scan_cuda_oflex": vars(raw.selective_scan_cuda_oflex),
+}
+_ROOTS = [name for name in MODULES if "." not in name]
+_PACKAGES = {name.rpartition(".")[0] for name in MODULES} - {""}
+
+
+def install(force: bool = False) -> None:
+    """From now on `import mamba_ssm`, `causal_conv1d`, `selective_scan_cuda` and their modules give mambacl's.
+
+    Refused where one of them is already imported from elsewhere, whose users hold its functions; `force` goes on, for
+    imports still to come. A second call changes nothing.
+    """
+    if _finder in sys.meta_path:
+        return
+    others = [name for name in _ROOTS if name in sys.modules]
+    if others and not force:
+        raise UserError(
+            f"{' and '.join(others)} is already imported: call mamba_ssm_compat.install() before the first import, or "
+            "install(force=True) for the imports that follow."
+        )
+    _replaced.update(_taken_out())
+    sys.meta_path.insert(0, _finder)
+    importlib.invalidate_caches()
+    for name in MODULES:  # all at once: some look for submodules as attributes
+        importlib.import_module(name)
+    _answer_in_transformers()
+
+
+def uninstall() -> None:
+    """Takes mambacl's modules out again and puts back what `install(force=True)` replaced. Functions that somebody has
+    imported in between stay with them."""
+    if _finder not in sys.meta_path:
+        return
+    sys.meta_path.remove(_finder)
+    while _asked:
+        setattr(*_asked.pop())
+    _taken_out()
+    sys.modules.update(_replaced)
+    _replaced.clear()
+    importlib.invalidate_caches()
+
+
+@contextmanager
+def installed(force: bool = False) -> Iterator[None]:
+    """`install()` for a block of code. One within another changes nothing."""
+    outermost = _finder not in sys.meta_path
+    install(force)
+    try:
+        yield
+    finally:
+        if outermost:
+            uninstall()
+
+
+def _answer_in_transformers() -> None:
+    """transformers says that mamba-ssm is absent wherever there is no GPU, and public models ask transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    for home in ("transformers.utils.import_utils", "transformers.utils"):
+        module = importlib.import_module(home)
+        for question in ("is_mamba_ssm_available", "is_causal_conv1d_available"):
+            if hasattr(module, question):
+                _asked.append((module, question, getattr(module, question)))
+                setattr(module, question, _available)
+
+
+def _available() -> bool:
+    return True
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        origin = f"{__name__}, in place of {fullname}"
+        return ModuleSpec(fullname, self, origin=origin, is_package=fullname in _PACKAGES)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None  # an ordinary module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update(MODULES[module.__name__])
+        module.__doc__ = f"mambacl's part in place of {module.__name__}."
+        if module.__name__ in VERSIONS:
+            module.__version__ = VERSIONS[module.__name__]  # type: ignore[attr-defined]
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        wanted = (DistributionFinder.Context() if context is None else context).name
+        found = {_normalized(name): name for name in VERSIONS}
+        names = (
+            found.values() if wanted is None else [found[_normalized(wanted)]] if _normalized(wanted) in found else []
+        )
+        return [_Distribution(name) for name in names]
+
+
+class _Distribution(Distribution):
+    def __init__(self, name: str) -> None:
+        self._files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {VERSIONS[name]}\n",
+            "top_level.txt": f"{name}\n",
+        }
+
+    def read_text(self, filename: Any) -> str | None:
+        return self._files.get(str(filename))
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    """Removes every module of these names, with all below them, from `sys.modules`."""
+    names = [name for name in sys.modules if name.partition(".")[0] in _ROOTS]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _normalized(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+_finder = _Finder()
+_replaced: dict[str, ModuleType] = {}
+_asked: list[tuple[ModuleType, str, Any]] = []  # transformers' own answers
