@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from kernels_help import gpu
 from torch import Tensor
 
-from mambacl.scan import selective_scan_reference
+from mambacl.ops import selective_scan_reference
 
 WHERE = [
     pytest.param("cpu", torch.float64, id="cpu-float64"),

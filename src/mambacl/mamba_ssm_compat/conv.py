@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.fused import causal_conv_silu
+from mambacl.ops import causal_conv_silu
 
 
 def causal_conv1d_fn(

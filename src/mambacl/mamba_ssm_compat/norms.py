@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.fused import rms_norm
+from mambacl.ops import rms_norm
 
 Normed = Tensor | tuple[Tensor, ...]
 
