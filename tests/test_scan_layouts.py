@@ -59,7 +59,7 @@ def test_other_layouts_give_the_same_answer(n: int, channels: int, steps: int, m
     wanted = reference(inputs, softplus=True)
     monkeypatch.setattr(triton_scan, "layout", lambda *args, **options: plan)
     for name, tensor in run(inputs, softplus=True).items():
-        assert_close(tensor, wanted[name], 1e-6, name)
+        assert_close(tensor, wanted[name], what=name)
 
 
 @kernels
