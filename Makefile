@@ -1,10 +1,12 @@
 # make demo    the whole product on a small example, installation included in about three minutes
 # make test    style, types and all tests
+# make test-fast    all but the slow tests
+# make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ kernel
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu clean
+.PHONY: demo test test-fast test-cpus test-gpu clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare sequential
@@ -14,6 +16,12 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --durations=15
+
+test-fast: .venv/installed-dev
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-cpus: .venv/installed-dev
+	sh tools/test_cpus.sh $(BIN)/python
 
 test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15

@@ -17,7 +17,8 @@ from kernels_help import kernels_run
 
 from mambacl.backbones import create_model
 
-torch.set_num_threads(1)  # pytest runs two processes on two cores
+THREADS = int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1"))  # one by default: pytest runs two processes on two cores
+torch.set_num_threads(THREADS)
 
 GOLDENS = Path(__file__).parent / "goldens"
 NOT_PASSED = ("family", "final_norm", "input_hw")  # entries of a golden's configuration that describe the recording

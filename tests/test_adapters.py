@@ -60,25 +60,23 @@ def test_it_finds_the_blocks_and_their_parts(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_exact_setting_leaves_old_outputs_alone(name, record_property, capsys):
-    """100 steps on other inputs, in float32. The published settings stand beside it for comparison."""
+def test_the_exact_setting_leaves_old_outputs_alone(name):
+    """100 steps on other inputs, in float32; without protection a few are enough to move the outputs."""
     drifts = {}
-    for setting in ("exact", "paper", "public-code", "free"):
+    for setting, steps in (("exact", 100), ("free", 10)):
         model, inputs, _ = build(name)
-        space = NullSpace(model, "exact" if setting == "free" else setting, eta=1.0)
+        space = NullSpace(model, "exact", eta=1.0)
         if setting == "free":
             space = NullSpace(model, space.setting.without_projection())
         old = inputs(0)
         space.consolidate([old])
         before = outputs_of_blocks(model, space, old)
         start = {n: p.detach().clone() for n, p in model.named_parameters()}
-        train(model, space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3)), inputs)
+        train(model, space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3)), inputs, steps)
         drifts[setting] = drift(before, outputs_of_blocks(model, space, old))
         if setting == "exact":
             moved = {n for n, p in model.named_parameters() if (p - start[n]).norm() > 1e-3 * start[n].norm()}
             assert len(moved) >= 2, "nothing was learned, so nothing is shown"
-    with capsys.disabled():
-        print(f"\n  {name:18}" + "".join(f" {setting} {value:.1e} " for setting, value in drifts.items()), end="")
     assert drifts["exact"] < 1e-5 < 1e-3 < drifts["free"]
 
 
