@@ -1,4 +1,4 @@
-"""What every test file shares: the recorded numbers, a tiny model, one thread a process."""
+"""What every test file shares: the recorded numbers, a tiny model, the number of threads."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from kernels_help import kernels_run
 
 from mambacl.backbones import create_model
 
-THREADS = int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1"))  # one by default: pytest runs two processes on two cores
-torch.set_num_threads(THREADS)
+# One thread unless asked for: pytest runs two processes on two cores.
+torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))
 
 GOLDENS = Path(__file__).parent / "goldens"
 NOT_PASSED = ("family", "final_norm", "input_hw")  # entries of a golden's configuration that describe the recording

@@ -1,7 +1,7 @@
 """Three tasks of the authors' released code, recorded step by step, reproduced through the real loop.
 
 Taken from the recording: the initial weights, the images, the order of the batches, and the first and third head. The
-recording is in float32, our side in float64: what differs is the recording's own rounding, on every machine the same.
+recording is in float32, our side in float64: what differs is the recording's own rounding, the same on every machine.
 """
 
 import dataclasses

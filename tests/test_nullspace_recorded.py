@@ -1,8 +1,6 @@
 """The null space against numbers recorded from the released code.
 
-The recording is in float32, our side in float64: what differs is the recording's own rounding, on every machine the same.
-A covariance has twice the relative rounding of its features, and these passed some thousand additions: 768 of a patch, 576
-per block, 34 rows.
+The recording is in float32, our side in float64: what differs is the recording's own rounding, the same on every machine.
 """
 
 import itertools
@@ -37,7 +35,7 @@ PUBLIC_PARTS = [
 ]
 
 
-ADDITIONS = 2**11  # of a patch, two blocks and the rows
+ADDITIONS = 2**11  # 768 of a patch, 576 per block, 34 rows; a covariance is a product, so its error is twice that
 
 
 @pytest.fixture
