@@ -1,6 +1,6 @@
 """The null space against numbers recorded from the released code.
 
-The recording is in float32, our side in float64: what differs is the recording's own rounding, the same on every machine.
+The recording is in float32, our side in float64: what differs is the recording's own rounding, equal on every machine.
 """
 
 import itertools

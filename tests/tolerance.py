@@ -1,7 +1,7 @@
 """How far two computations of the same result may be apart on any machine.
 
-Processors add the terms of a sum in different orders, and some fuse a product into it, so results differ between machines
-by rounding. The rounding errors of a sum of n terms are up as often as down and grow as the root of n. The bound is
+Processors add the terms of a sum in different orders, and some fuse a product into it, so results differ by rounding
+between machines. The rounding errors of a sum of n terms are up as often as down and grow as the root of n. The bound is
 MARGIN * u * sqrt(n), relative to the largest value that is added, with the unit roundoff u of the type.
 
 Recorded float32 numbers are compared with ours in float64: what differs is then the recording's own rounding, which is
@@ -33,7 +33,7 @@ def assert_near(actual: Tensor, expected: Tensor, terms: int, what: str = "", si
 
 
 def assert_counts_alike(counts: list[int], others: list[int]) -> None:
-    """Correct predictions of each task, in batches of two sizes. Sums are rounded differently, so an image whose two best
+    """Correct predictions of each task, in batches of two sizes. Sums are rounded differently, so an image whose best
     logits are equal up to rounding may fall either way: one of hundreds at most."""
     assert len(counts) == len(others)
     assert max(abs(one - other) for one, other in zip(counts, others, strict=True)) <= 1, f"{counts}, {others}"
