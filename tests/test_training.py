@@ -166,8 +166,7 @@ def test_bf16_keeps_close_to_float32(tmp_path: Path, uninterrupted: Path) -> Non
     assert all(tensor.dtype == theirs[name].dtype for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize("optimizer, schedule", [("adamw", "cosine"), ("sgd", "constant")])
 def test_other_optimizers_and_schedules_resume_as_well(optimizer: str, schedule: str, tmp_path: Path) -> None:
     options = {"training": {**CONFIG["training"], "optimizer": optimizer, "schedule": schedule}, "stream.tasks": [9, 1]}
     train(tmp_path / "whole", **options)
@@ -212,17 +211,17 @@ def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_p
         assert_same_run(uninterrupted, folder)
 
 
-def test_sigkill_at_five_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
+def test_sigkill_at_three_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
     """Killed without warning, resumed as often as it takes: the same bits in the end."""
     script = Path(__file__).with_name("small_run.py")
     environment = {**os.environ, "PYTHONPATH": str(Path(mambacl.__file__).parents[1])}
-    rng = random.Random()  # another five moments each time
+    rng = random.Random()  # other moments each time
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, str(script), str(folder)], env=environment, stderr=subprocess.DEVNULL)
 
     folder, kills = tmp_path / "run", 0
-    while kills < 5:
+    while kills < 3:
         process = start(folder)
         deadline = time.monotonic() + 60
         while not (folder / "checkpoints" / "backbone.safetensors").exists() and time.monotonic() < deadline:

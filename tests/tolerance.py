@@ -1,8 +1,8 @@
 """How far two computations of the same result may be apart on any machine.
 
 Processors add the terms of a sum in different orders, and some fuse a product into it, so results differ by rounding
-between machines. The rounding errors of a sum of n terms are up as often as down and grow as the root of n. The bound is
-MARGIN * u * sqrt(n), relative to the largest value that is added, with the unit roundoff u of the type.
+between machines. The rounding errors of a sum of n terms are up as often as down and grow as the root of n. The bound
+is MARGIN * u * sqrt(n), relative to the largest value that is added, with the unit roundoff u of the type.
 
 Recorded float32 numbers are compared with ours in float64: what differs is then the recording's own rounding, which is
 the same on every machine.
