@@ -34,11 +34,13 @@ TINY = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not kernels_run():
-        reason = "there is neither a CUDA device nor Triton's interpreter"
-        for item in items:
-            if item.get_closest_marker("kernels"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    """Kernels are slow in the interpreter, and skipped where there is not even that."""
+    kernels = [item for item in items if item.get_closest_marker("kernels")]
+    for item in kernels:
+        if not kernels_run():
+            item.add_marker(pytest.mark.skip(reason="there is neither a CUDA device nor Triton's interpreter"))
+        elif not torch.cuda.is_available():
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

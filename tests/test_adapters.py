@@ -65,6 +65,7 @@ def test_it_finds_the_blocks_and_their_parts(name):
     assert hooks(model) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_exact_setting_leaves_old_outputs_alone(name):
     """100 steps on other inputs, in float32; without protection a few are enough to move the outputs."""

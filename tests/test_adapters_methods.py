@@ -79,6 +79,7 @@ def test_adapters_are_drawn_from_their_seed() -> None:
     assert [p.requires_grad for p in (one[0], same[0], other[0])] == [False, False, True]
 
 
+@pytest.mark.slow
 @everywhere
 def test_two_tasks_are_learned_and_the_backbone_stays(name: str, family: str) -> None:
     method = new_method(name, family)
@@ -160,6 +161,7 @@ def test_computing_blocks_again_in_the_backward_changes_nothing(name: str) -> No
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_from_the_command_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, run = tmp_path / "small.yaml", tmp_path / "run"

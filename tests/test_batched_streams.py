@@ -258,6 +258,7 @@ def test_embedded_images() -> None:
     assert images.shape == (64, 3, 20, 20) and set(labels.tolist()) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", ["crop-flip", "autoaugment-imagenet"])
 def test_an_interrupted_run_ends_the_same(augment: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {

@@ -144,12 +144,14 @@ def test_a_file_without_counters_of_batches_is_loaded(nano, tmp_path):
         assert torch.equal(other(images()), nano(images()))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break(nano):
     compiled = torch.compile(nano, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(images()), nano(images()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NANO)
 def test_two_tasks_of_mamba_cl(name, tmp_path, capsys):
     """As typed: `mambacl train demo --backbone vim_nano`, on few images."""
@@ -240,6 +242,7 @@ def test_the_list(capsys):
     assert "No model's name contains 'vmmba'. Did you mean 'vmamba'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [("mambacl", "timm"), ("timm", "mambacl")])
 def test_timm_knows_them_whichever_comes_first(first, second):
     pytest.importorskip("timm")
@@ -252,6 +255,7 @@ def test_timm_knows_them_whichever_comes_first(first, second):
     assert done.stdout.strip() == "(1, 3) True 192"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [("mambacl", "timm"), ("timm", "mambacl")])
 def test_a_broken_package_of_others_breaks_no_import(first, second, tmp_path):
     pytest.importorskip("timm")

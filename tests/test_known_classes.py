@@ -59,6 +59,7 @@ def test_nothing_is_trained_in_the_first_task_and_its_accuracy_is_the_models_own
     assert updates == {1, 2}  # protected from the first trained task on
 
 
+@pytest.mark.slow
 def test_it_resumes(trained, tmp_path, monkeypatch):
     from mambacl.training.loop import Loop
 

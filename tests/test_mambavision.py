@@ -375,6 +375,7 @@ def test_checkpointing_gives_the_same_gradients_and_statistics(training):
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph():
     model = create_model("mambavision_nano").eval()
     eager = model(images())

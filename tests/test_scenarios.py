@@ -282,6 +282,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_domains(tmp_path_factory.mktemp("places"), left_out=("train/noon/bee",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.names())
 def test_a_run_over_domains_resumes_as_if_uninterrupted(method: str, places: Path, tmp_path: Path) -> None:
     config = run_config(places)
@@ -297,6 +298,7 @@ def test_a_run_over_domains_resumes_as_if_uninterrupted(method: str, places: Pat
     assert evaluation.scenario == "domain"
 
 
+@pytest.mark.slow
 def test_domains_are_learned(places: Path, tmp_path: Path) -> None:
     """Far above the third that guessing has, with the domain known or not."""
     config = run_config(places)

@@ -128,6 +128,7 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.names())
 def test_every_method_trains_resumes_and_evaluates(method: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -166,6 +167,7 @@ def test_bf16_keeps_close_to_float32(tmp_path: Path, uninterrupted: Path) -> Non
     assert all(tensor.dtype == theirs[name].dtype for name, tensor in ours.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer, schedule", [("adamw", "cosine"), ("sgd", "constant")])
 def test_other_optimizers_and_schedules_resume_as_well(optimizer: str, schedule: str, tmp_path: Path) -> None:
     options = {"training": {**CONFIG["training"], "optimizer": optimizer, "schedule": schedule}, "stream.tasks": [9, 1]}
@@ -200,6 +202,7 @@ class interrupted_after:
         return True
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_path: Path) -> None:
     """Three epochs and the end of the task, three times: each is a place to be interrupted at."""
     for count in (1, 3, 4, 5, 11):
@@ -211,6 +214,7 @@ def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_p
         assert_same_run(uninterrupted, folder)
 
 
+@pytest.mark.slow
 def test_sigkill_at_three_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
     """Killed without warning, resumed as often as it takes: the same bits in the end."""
     script = Path(__file__).with_name("small_run.py")

@@ -364,6 +364,7 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(monkeypatch):
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("height", [16, 24])
 def test_compiles_as_one_graph(height):
     model = tiny(num_classes=3, depth=1)
