@@ -184,7 +184,7 @@ def test_compiles_as_one_graph(frozen: bool) -> None:
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
     found, wanted = run(inputs, scan=compiled, trained=trained), run(inputs, scan=scan, trained=trained)
     for name in wanted:
-        assert_close(found[name], wanted[name], 1e-6, name)
+        assert_close(found[name], wanted[name], what=name)
 
 
 @kernels
