@@ -80,15 +80,15 @@ def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden):
     logits = model(batch)
     logits.square().sum().backward()
 
-    assert relative(logits, tensors["logits_f64"]) < 1e-12
-    assert relative(batch.grad, tensors["grad_input_f64"]) < 1e-12
+    assert relative(logits, tensors["logits_f64"]) < 1e-9
+    assert relative(batch.grad, tensors["grad_input_f64"]) < 1e-9
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     expected = recorded("grad_f64/", tensors)
     assert len(expected) == 80 and expected.keys() <= gradients.keys()
-    assert [name for name in expected if relative(gradients[name], expected[name]) > 1e-11] == []
+    assert [name for name in expected if relative(gradients[name], expected[name]) > 1e-9] == []
     norms = json.loads((GOLDENS / "vmamba_s2_like.json").read_text())["grad_norms_f64"]
     assert gradients.keys() == norms.keys()  # of those whose values were not recorded, the norm was
-    assert [name for name in norms if gradients[name].norm().item() != pytest.approx(norms[name], rel=1e-11)] == []
+    assert [name for name in norms if gradients[name].norm().item() != pytest.approx(norms[name], rel=1e-9)] == []
 
 
 def test_logits_and_block_outputs_are_those_recorded_in_float32(golden):
