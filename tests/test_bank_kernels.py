@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from kernels_help import DEVICE, captured, gpu, kernels, poisoned
-from test_bank import MODELS, case, made, random_like
+from test_bank import case, made, random_like
 from tolerance import assert_near, rounding
 
 from mambacl.nullspace import Part
@@ -59,7 +59,7 @@ def kernel_calls(monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["vim", "vmamba", "mambavision", "Mamba2"])  # together they have every kind
 def test_every_kind_of_part_is_projected_alike(name, monkeypatch):
     """Linear maps, rows of them, convolutions of many groups, A from the left, 1-D and 3-D parameters."""
     bank, _, shapes, _, _ = case(name, dtype=torch.float32, device=HERE)
