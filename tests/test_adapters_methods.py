@@ -163,6 +163,7 @@ def test_computing_blocks_again_in_the_backward_changes_nothing(name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("few_test_images")
 def test_a_run_from_the_command_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, run = tmp_path / "small.yaml", tmp_path / "run"
     config.write_text(yaml.safe_dump({**CONFIG, "audit_images": 2}))

@@ -260,6 +260,7 @@ def test_embedded_images() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", ["crop-flip", "autoaugment-imagenet"])
+@pytest.mark.usefixtures("few_test_images")
 def test_an_interrupted_run_ends_the_same(augment: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "stream.tasks": [5, 5],

@@ -153,6 +153,7 @@ def test_it_compiles_without_a_break(nano):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NANO)
+@pytest.mark.usefixtures("few_test_images")
 def test_two_tasks_of_mamba_cl(name, tmp_path, capsys):
     """As typed: `mambacl train demo --backbone vim_nano`, on few images."""
     options = ["--stream.train_per_class", "4", "--stream.tasks", "[5,5]", "--training.passes", "1"]

@@ -60,6 +60,7 @@ def test_nothing_is_trained_in_the_first_task_and_its_accuracy_is_the_models_own
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_it_resumes(trained, tmp_path, monkeypatch):
     from mambacl.training.loop import Loop
 

@@ -130,6 +130,7 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.names())
+@pytest.mark.usefixtures("few_test_images")
 def test_every_method_trains_resumes_and_evaluates(method: str, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(whole, method=method)
@@ -169,6 +170,7 @@ def test_bf16_keeps_close_to_float32(tmp_path: Path, uninterrupted: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer, schedule", [("adamw", "cosine"), ("sgd", "constant")])
+@pytest.mark.usefixtures("few_test_images")
 def test_other_optimizers_and_schedules_resume_as_well(optimizer: str, schedule: str, tmp_path: Path) -> None:
     options = {"training": {**CONFIG["training"], "optimizer": optimizer, "schedule": schedule}, "stream.tasks": [9, 1]}
     train(tmp_path / "whole", **options)
