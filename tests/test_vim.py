@@ -232,7 +232,7 @@ def test_overlapping_patches_follow_row_by_row():
     by_hand = (embed.proj.weight * patch).sum((1, 2, 3)) + embed.proj.bias
     tokens = embed(images(1))
     assert tokens.shape == (1, 9, 32)
-    torch.testing.assert_close(tokens[0, 7], by_hand)
+    assert_near(tokens[0, 7], by_hand, terms=3 * 8 * 8)
 
 
 def test_the_mixer_by_hand():
