@@ -310,6 +310,7 @@ def test_domains_are_learned(places: Path, tmp_path: Path) -> None:
         mambacl.evaluate(run.folder, scenario="class")
 
 
+@pytest.mark.slow
 def test_the_scenario_task_trains_the_same_and_counts_at_least_as_many(tmp_path: Path, capsys: Any) -> None:
     by_class = mambacl.train(CONFIG, out=str(tmp_path / "class"))
     by_task = mambacl.train(CONFIG, out=str(tmp_path / "task"), stream={"scenario": "task"})
