@@ -1,11 +1,13 @@
 # make demo    the whole product on a small example, installation included in about three minutes
 # make test    style, types and all tests
+# make test-fast    all but the slow tests
+# make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ kernel
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu wheel clean
+.PHONY: demo test test-fast test-cpus test-gpu wheel clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare sequential
@@ -15,6 +17,12 @@ test: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --durations=15
+
+test-fast: .venv/installed-dev
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-cpus: .venv/installed-dev
+	sh tools/test_cpus.sh $(BIN)/python
 
 test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15

@@ -1,10 +1,12 @@
-"""What every test file shares: the recorded numbers, a tiny model, one thread a process."""
+"""What every test file shares: the recorded numbers, a tiny model, the number of threads."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,8 +18,10 @@ if not torch.cuda.is_available():  # Triton's interpreter then runs the kernels;
 from kernels_help import kernels_run
 
 from mambacl.backbones import create_model
+from mambacl.datasets.base import DATASETS, DataSet
 
-torch.set_num_threads(1)  # pytest runs two processes on two cores
+# One thread unless asked for: pytest runs two processes on two cores.
+torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))
 
 GOLDENS = Path(__file__).parent / "goldens"
 NOT_PASSED = ("family", "final_norm", "input_hw")  # entries of a golden's configuration that describe the recording
@@ -33,11 +37,13 @@ TINY = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not kernels_run():
-        reason = "there is neither a CUDA device nor Triton's interpreter"
-        for item in items:
-            if item.get_closest_marker("kernels"):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    """Kernels are slow in the interpreter, and skipped where there is not even that."""
+    kernels = [item for item in items if item.get_closest_marker("kernels")]
+    for item in kernels:
+        if not kernels_run():
+            item.add_marker(pytest.mark.skip(reason="there is neither a CUDA device nor Triton's interpreter"))
+        elif not torch.cuda.is_available():
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +88,19 @@ def tiny_model() -> Callable[..., nn.Module]:
         return model.eval()
 
     return build
+
+
+@pytest.fixture
+def few_test_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten test images of each embedded class instead of a hundred, for runs whose accuracy does not matter."""
+    whole = DATASETS.get("fashion-mnist-small")
+
+    def fewer(root: Path | None) -> DataSet:
+        data = whole(root)
+        kept = [np.flatnonzero(data.test.labels == label)[:10] for label in range(len(data.class_names))]
+        return dataclasses.replace(data, test=data.test.subset(np.concatenate(kept)))
+
+    monkeypatch.setitem(DATASETS._entries, "fashion-mnist-small", fewer)
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import torch
 from kernels_help import DEVICE, poisoned
+from tolerance import rounding
 from torch import Tensor
 
 from mambacl.ops import scan_tokens
 
 GOLDEN = Path(__file__).parent / "goldens" / "selective_scan_ref"
 CASES = json.loads(GOLDEN.with_suffix(".json").read_text())["cases"]
-TOLERANCE = 2e-6  # of float32, relative to the largest value
+TOLERANCE = rounding(2**7)  # of float32, relative to the largest value: a sum over some 64 states and dozens of times
 ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 if DEVICE == "cpu":
     ROUNDING[torch.bfloat16] = 2**-7  # the interpreter truncates

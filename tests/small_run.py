@@ -3,6 +3,7 @@
 Run as a script it trains into the folder given, so that a test can kill it.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -31,7 +32,7 @@ CONFIG: dict[str, Any] = {
 }
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("MAMBACL_TEST_THREADS", "1")))
     import mambacl
 
     mambacl.train(CONFIG, out=sys.argv[1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from adapter_models import MODELS, PlainMamba, build, output
 from nullspace_help import hooks
+from tolerance import rounding
 from torch import nn
 
 from mambacl.errors import UserError
@@ -31,7 +32,12 @@ def drift(before, after):
     return max(((after[name] - before[name]).norm() / before[name].norm()).item() for name in before)
 
 
-def train(model, optimizer, inputs, steps=100):
+def rounding_of(steps):
+    """What the rounding of float32 weights at every step does to an output, a sum over some 256 products."""
+    return rounding(256 * steps)
+
+
+def train(model, optimizer, inputs, steps):
     generator = torch.Generator().manual_seed(3)
     wanted = None
     for step in range(steps):
@@ -59,27 +65,26 @@ def test_it_finds_the_blocks_and_their_parts(name):
     assert hooks(model) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_exact_setting_leaves_old_outputs_alone(name, record_property, capsys):
-    """100 steps on other inputs, in float32. The published settings stand beside it for comparison."""
+def test_the_exact_setting_leaves_old_outputs_alone(name):
+    """100 steps on other inputs, in float32; without protection a few are enough to move the outputs."""
     drifts = {}
-    for setting in ("exact", "paper", "public-code", "free"):
+    for setting, steps in (("exact", 100), ("free", 10)):
         model, inputs, _ = build(name)
-        space = NullSpace(model, "exact" if setting == "free" else setting, eta=1.0)
+        space = NullSpace(model, "exact", eta=1.0)
         if setting == "free":
             space = NullSpace(model, space.setting.without_projection())
         old = inputs(0)
         space.consolidate([old])
         before = outputs_of_blocks(model, space, old)
         start = {n: p.detach().clone() for n, p in model.named_parameters()}
-        train(model, space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3)), inputs)
+        train(model, space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3)), inputs, steps)
         drifts[setting] = drift(before, outputs_of_blocks(model, space, old))
         if setting == "exact":
             moved = {n for n, p in model.named_parameters() if (p - start[n]).norm() > 1e-3 * start[n].norm()}
             assert len(moved) >= 2, "nothing was learned, so nothing is shown"
-    with capsys.disabled():
-        print(f"\n  {name:18}" + "".join(f" {setting} {value:.1e} " for setting, value in drifts.items()), end="")
-    assert drifts["exact"] < 1e-5 < 1e-3 < drifts["free"]
+    assert drifts["exact"] < rounding_of(100) < 1e-3 < drifts["free"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -90,7 +95,7 @@ def test_both_maps_of_delta_may_train_and_nothing_moves(name):
     space.consolidate([old])
     before = outputs_of_blocks(model, space, old)
     train(model, space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3)), inputs, steps=20)
-    assert drift(before, outputs_of_blocks(model, space, old)) < 1e-5
+    assert drift(before, outputs_of_blocks(model, space, old)) < rounding_of(20)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,7 +112,7 @@ def test_with_every_layer_trained_the_whole_model_stays(name):
     train(model, space.wrap(torch.optim.Adam(space.parameters(), lr=1e-3)), inputs, steps=20)
     with torch.no_grad():
         after, elsewhere = output(model, old), output(model, inputs(5))
-    assert ((after - before).norm() / before.norm()).item() < 1e-5
+    assert ((after - before).norm() / before.norm()).item() < rounding_of(20)
     assert not torch.equal(elsewhere, before)
     others = set(start) - {part.parameter for _, part in space.parts()}
     assert others and all(torch.equal(model.get_parameter(n), start[n]) for n in others)  # fixed after the first task

@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 from kernels_help import DEVICE, captured, gpu, kernels, poisoned
-from test_bank import MODELS, case, made, random_like
+from test_bank import case, made, random_like
+from tolerance import assert_near, rounding
 
 from mambacl.nullspace import Part
 from mambacl.nullspace.bank import MOST_TABLES, Bank
@@ -45,9 +46,9 @@ def assert_twins_agree(bank, before, after):
     ours, moved = projected(bank, "triton", before, after)
     theirs, expected = projected(bank, "plain", before, after)
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=2e-6, atol=2e-6, msg=name)
+        assert_near(ours[name], tensor, terms=2**8, what=name)
     for name, sums in expected.items():
-        torch.testing.assert_close(moved[name], sums, rtol=1e-5, atol=1e-5 * sums.max().item(), msg=name)
+        assert_near(moved[name].float(), sums, terms=2**12, what=name)  # squares added in float32
 
 
 def kernel_calls(monkeypatch):
@@ -59,7 +60,7 @@ def kernel_calls(monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["vim", "vmamba", "mambavision", "Mamba2"])  # together they have every kind
 def test_every_kind_of_part_is_projected_alike(name, monkeypatch):
     """Linear maps, rows of them, convolutions of many groups, A from the left, 1-D and 3-D parameters."""
     bank, _, shapes, _, _ = case(name, dtype=torch.float32, device=HERE)
@@ -117,7 +118,7 @@ def test_the_change_that_is_protected_is_gone():
     new, _ = projected(bank, "triton", before, after)
     for part, (stack, _, number) in bank.slots.items():
         left = (new[part] - before[part]) @ stack.basis[number, 0]
-        assert left.norm() < 1e-6 * (after[part] - before[part]).norm()
+        assert left.norm() < rounding(40) * (after[part] - before[part]).norm()
 
 
 @kernels
@@ -165,7 +166,7 @@ def test_parameters_that_move_are_found_again():
         bank.project(before, plain)
         bank.backend = "triton"
         for name, tensor in plain.items():
-            torch.testing.assert_close(after[name], tensor, rtol=2e-6, atol=2e-6, msg=f"{name} in step {step}")
+            assert_near(after[name], tensor, terms=2**8, what=f"{name} in step {step}")
 
 
 @kernels

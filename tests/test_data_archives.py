@@ -67,6 +67,7 @@ unpack(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_killed_and_continued(tmp_path: Path) -> None:
     files = {f"d{i % 7}/{i}.bin": bytes([i % 251]) * 5000 for i in range(4000)}
     make_zip(tmp_path / "a.zip", files)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from nullspace_help import observed
 from safetensors.torch import load_file, save_file
+from tolerance import assert_near
 
 from mambacl.backbones import create_model, list_models, load_weights
 from mambacl.backbones.layers import PatchEmbed, drop_path
@@ -27,6 +28,7 @@ MANIFESTS = {
     ),
 }
 SIZES = [name for name in list_models() if name.startswith("defocus_mamba")]
+ADDITIONS = 2**13  # on the way through the recorded model
 
 
 def on_meta(name, **options):
@@ -62,13 +64,17 @@ def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden_model):
     assert [name for name in recorded if relative(gradients[name], recorded[name]) > 1e-9] == []
 
 
-def test_logits_and_block_outputs_are_the_recorded_ones_in_float32(golden_model):
+def test_logits_and_block_outputs_are_those_recorded_in_float32(golden_model):
+    """Ours in float64: what differs is the rounding of the recording, the same on every machine."""
     model, tensors, _ = golden_model("defocus_base_like")
+    with torch.no_grad():
+        assert_near(model(tensors["input"]), tensors["logits_f32"], ADDITIONS)
+    model.double()
     outputs = {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
     with torch.no_grad():
-        assert relative(model(tensors["input"]), tensors["logits_f32"]) < 2e-5
+        assert relative(model(tensors["input"].double()), tensors["logits_f32"]) < 2e-5
     recorded = {key.removeprefix("act_f32/"): value for key, value in tensors.items() if key.startswith("act_f32/")}
     assert {"blocks.0", "blocks.1", "blocks.2", "norm"} <= recorded.keys()
     assert [name for name in recorded if relative(outputs[name], recorded[name]) > 2e-5] == []
@@ -77,7 +83,7 @@ def test_logits_and_block_outputs_are_the_recorded_ones_in_float32(golden_model)
 def test_features_of_the_scan_are_the_recorded_ones(golden_model):
     model, tensors, _ = golden_model("defocus_base_like")
     for call in range(3):
-        features = observed(model, tensors["input"], call)
+        features = observed(model.double(), tensors["input"].double(), call)
         for name, word in {"x": "u", "delta": "delta", "B": "B", "C": "C"}.items():  # delta after softplus
             assert relative(features[name].mT, tensors[f"scan_f32/{call}/{word}"].squeeze(1)) < 2e-5
 
@@ -278,7 +284,7 @@ def test_patches_follow_row_by_row():
     tokens = embed(batch)
     patch = batch[:, :, 8:12, 4:8]
     by_hand = (embed.proj.weight * patch).sum((1, 2, 3)) + embed.proj.bias
-    torch.testing.assert_close(tokens[0, 9], by_hand)
+    assert_near(tokens[0, 9], by_hand, terms=3 * 4 * 4)
 
 
 def test_regions_follow_one_another_each_row_by_row():
@@ -326,7 +332,7 @@ def test_batches_do_not_mix_images(tiny_model):
     batch = images(6)
     together = model(batch)
     one_by_one = torch.cat([model(image[None]) for image in batch])
-    torch.testing.assert_close(together, one_by_one, rtol=0, atol=1e-5)
+    assert_near(together, one_by_one, terms=2**10)
 
 
 def test_drop_path_leaves_out_whole_images_and_keeps_the_mean():
@@ -475,8 +481,8 @@ def features_and_logits(model, batch):
 def test_packaged_weights_predict_what_the_original_did(parity):
     model = create_model("defocus_mamba_nano", pretrained=True).eval()
     features, logits = features_and_logits(model, parity["images"])
-    assert (logits.argmax(1) == parity["logits"].argmax(1)).float().mean() >= 0.99
-    assert relative(features, parity["features"]) < 0.02
+    assert (logits.argmax(1) == parity["logits"].argmax(1)).float().mean() >= 0.99  # the closest two are 0.02 apart
+    assert relative(features, parity["features"]) < 0.02  # the packaged weights are in half precision
     right = (logits.argmax(1) == parity["labels"]).float().mean().item()
     assert right == pytest.approx(0.406, abs=0.01)
 

@@ -288,6 +288,7 @@ def change_of_block(record, model, kept, number):
     return largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_training_no_channel_of_the_scan_changed_by_more_than_its_share(monkeypatch, family, tasks):

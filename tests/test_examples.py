@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_the_language_example_prints_every_domain_after_every_domain(monkeypatch, capsys):
     pytest.importorskip("transformers")
     spec = importlib.util.spec_from_file_location("language", EXAMPLES / "language.py")
@@ -29,6 +30,8 @@ def test_the_language_example_prints_every_domain_after_every_domain(monkeypatch
     assert values[0] == values[1]  # both start from the same model
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_the_notebook(monkeypatch):
     matplotlib.use("Agg")
     notebook = json.loads((EXAMPLES / "images.ipynb").read_text())

@@ -1,6 +1,7 @@
 """Three tasks of the authors' released code, recorded step by step, reproduced through the real loop.
 
-Taken from the recording: the initial weights, the images, the order of the batches, and the first and third head.
+Taken from the recording: the initial weights, the images, the order of the batches, and the first and third head. The
+recording is in float32, our side in float64: what differs is the recording's own rounding, the same on every machine.
 """
 
 import dataclasses
@@ -125,7 +126,8 @@ def public_name(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(goldens: Path) -> dict[str, Tensor]:
-    return load_file(goldens / "mambacl_run" / "run_eta0.95.safetensors")
+    tensors = load_file(goldens / "mambacl_run" / "run_eta0.95.safetensors")
+    return {name: tensor.double() for name, tensor in tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,10 @@ def recorded_metrics(goldens: Path) -> dict[str, Any]:
 def reproduced(
     goldens: Path, recorded: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Watched, dict[str, Any], RecordedStream]:
-    common = load_file(goldens / "mambacl_run" / "common.safetensors")
+    common = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(goldens / "mambacl_run" / "common.safetensors").items()
+    }
     mamba = {"intermediate_size": 64, "state_size": STATES, "time_step_rank": RANK, "group_norm_size": 16}
     model = create_model(
         "defocus_mamba",
@@ -148,7 +153,7 @@ def reproduced(
         use_aux_loss=False,
         num_classes=0,
         mamba=mamba,
-    )
+    ).double()
     prefix = "init.pre_split."
     weights = {name.removeprefix(prefix): tensor for name, tensor in common.items() if name.startswith(prefix)}
     model.load_state_dict({name: tensor for name, tensor in weights.items() if not name.startswith("head.")})
@@ -161,7 +166,11 @@ def reproduced(
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     folder.checkpoints.mkdir()
     loop = Loop(method, stream, recipe, folder, Display("", 0, 0), {}, torch.device("cpu"))
-    results = loop.run()
+    torch.set_default_dtype(torch.float64)  # that of new heads
+    try:
+        results = loop.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
     return method, results, stream
 
 
@@ -191,7 +200,7 @@ def test_covariances_and_projectors(
     compared = 0
     for name, expected in recorded.items():
         if f".{kind}." in name:
-            error = torch.linalg.norm(reproduced[0].noted[name].double() - expected) / torch.linalg.norm(expected)
+            error = torch.linalg.norm(reproduced[0].noted[name] - expected) / torch.linalg.norm(expected)
             assert error < 5e-6, name
             compared += 1
     assert compared == 3 * 10
@@ -212,6 +221,7 @@ def test_losses_and_learning_rates(reproduced: tuple[Watched, Any, Any], recorde
 def test_accuracies_and_forgetting(reproduced: tuple[Watched, Any, Any], recorded_metrics: dict[str, Any]) -> None:
     _, results, stream = reproduced
     last = recorded_metrics["tasks"][-1]
+    # Counts follow the machine only if two logits are alike to rounding; the closest two of an image are 0.005 apart.
     for t, row in enumerate(results["correct"]):
         assert [right / total for right, total in zip(row, stream.test_counts(), strict=False)] == [
             pytest.approx(value) for value in last["acc_matrix"][t][: t + 1]

@@ -7,6 +7,7 @@ import torch
 from nullspace_help import images
 from safetensors.torch import save_file
 from small_run import CONFIG
+from tolerance import assert_counts_alike
 from torch import nn
 
 import mambacl
@@ -52,12 +53,14 @@ def test_nothing_is_trained_in_the_first_task_and_its_accuracy_is_the_models_own
     stream = open_stream(resolved.stream, 16, list(data["mean"]), list(data["std"]), 0, 0)
     with torch.no_grad():
         right = sum(int((deployed(x).argmax(1) == y).sum()) for x, y in stream.test_batches(0, 50))
-    assert run.results["correct"][0] == [right]
+    assert_counts_alike(run.results["correct"][0], [right])
     assert run.results["status"] == "finished" and len(run.results["correct"]) == 3
     updates = {entry["task"] for entry in mambacl.audit(run.folder)["updates"]}
     assert updates == {1, 2}  # protected from the first trained task on
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_it_resumes(trained, tmp_path, monkeypatch):
     from mambacl.training.loop import Loop
 

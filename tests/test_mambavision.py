@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from tolerance import assert_near
 from torch import nn
 
 from mambacl.backbones import create_model, list_models, load_weights, mambavision
@@ -109,12 +110,16 @@ def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden, recorded)
     assert {name: gradient.norm().item() for name, gradient in gradients.items()} == pytest.approx(norms, rel=1e-9)
 
 
-def test_logits_and_block_outputs_are_the_recorded_ones_in_float32(golden, recorded):
+def test_logits_and_block_outputs_are_those_recorded_in_float32(golden, recorded):
+    """Ours in float64: what differs is the rounding of the recording, the same on every machine."""
     outputs = {}
+    with torch.no_grad():
+        assert_near(golden(recorded["input"]), recorded["logits_f32"], terms=2**13)
+    golden.double()
     for name, module in golden.named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
     with torch.no_grad():
-        assert relative(golden(recorded["input"]), recorded["logits_f32"]) < 2e-5
+        assert relative(golden(recorded["input"].double()), recorded["logits_f32"]) < 2e-5
     outputs["avgpool"] = golden.forward_head(outputs["norm"], pre_logits=True)[:, :, None, None]
     expected = under("act_f32/", recorded)
     assert len(expected) == 16
@@ -134,7 +139,7 @@ def test_each_scan_is_the_recorded_one(golden, recorded, monkeypatch):
         if isinstance(module, mambavision.MambaVisionMixer):
             module.out_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
     with torch.no_grad():
-        golden(recorded["input"])
+        golden.double()(recorded["input"].double())
     assert len(scans) == len(outputs) == 4
     for call, ((u, steps, _, B, C), y) in enumerate(zip(scans, outputs, strict=True)):
         expected = under(f"scan_f32/{call}/", recorded)
@@ -218,7 +223,7 @@ def test_state_round_trip():
 def test_batches_do_not_mix_images():
     model, batch = tiny(), images(6)
     one_by_one = torch.cat([model(image[None]) for image in batch])
-    torch.testing.assert_close(model(batch), one_by_one, rtol=1e-5, atol=1e-5)
+    assert_near(model(batch), one_by_one, terms=2**10)
 
 
 def test_initial_values_are_the_public_ones():
@@ -384,6 +389,7 @@ def test_checkpointing_gives_the_same_gradients_and_statistics(training):
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph():
     model = create_model("mambavision_nano").eval()
     eager = model(images())

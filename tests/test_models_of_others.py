@@ -183,6 +183,7 @@ def _worker(rank, model, batches, port, results):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(tiny_model):
     """Each sees its own half of the images; both end with what one process would have that saw all of them."""
     import socket

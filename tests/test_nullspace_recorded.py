@@ -1,4 +1,7 @@
-"""The null space against numbers recorded from the released code."""
+"""The null space against numbers recorded from the released code.
+
+The recording is in float32, our side in float64: what differs is the recording's own rounding, equal on every machine.
+"""
 
 import itertools
 import json
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from nullspace_help import GOLDENS, relative
 from safetensors.torch import load_file
+from tolerance import assert_near, rounding
 from torch import nn
 
 from mambacl.nullspace import NullSpace, Part, Projector
@@ -31,11 +35,15 @@ PUBLIC_PARTS = [
 ]
 
 
+ADDITIONS = 2**11  # 768 of a patch, 576 per block, 34 rows; a covariance is a product, so its error is twice that
+
+
 @pytest.fixture
 def public(golden_model):
-    """The recorded model, its null space after the recorded batches, and the recorded numbers."""
+    """The recorded model, its null space after the recorded batches, and the recorded numbers, all in float64."""
     model, tensors, config = golden_model("mambacl_nullspace")
-    space = NullSpace(model, "public-code", eta=config["null_eta"])
+    tensors = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+    space = NullSpace(model.double(), "public-code", eta=config["null_eta"])
     space.consolidate(tensors["images"])
     return model, space, tensors, config
 
@@ -45,13 +53,22 @@ def test_covariances_are_the_recorded_ones(public):
     covariances = space.covariances()
     assert covariances.keys() == {ours for _, ours in PUBLIC_PARTS}
     for name, ours in PUBLIC_PARTS:
-        assert relative(covariances[ours], tensors[f"cov/{name}"].double()) < 2e-6, name
+        assert relative(covariances[ours], tensors[f"cov/{name}"]) < rounding(ADDITIONS), name
+
+
+def test_covariances_of_a_model_in_float32_are_those_in_float64(public, golden_model):
+    _, space, tensors, config = public
+    model, *_ = golden_model("mambacl_nullspace")
+    single = NullSpace(model, "public-code", eta=config["null_eta"])
+    single.consolidate(tensors["images"].float())
+    for name, covariance in single.covariances().items():
+        assert relative(covariance, space.covariances()[name]) < rounding(ADDITIONS), name
 
 
 def test_projectors_are_the_recorded_ones(public):
     _, space, tensors, _ = public
     for name, ours in PUBLIC_PARTS:
-        assert relative(space.projectors()[ours].dense(), tensors[f"proj_eta0.9/{name}"]) < 5e-6, name
+        assert relative(space.projectors()[ours].dense(), tensors[f"proj_eta0.9/{name}"]) < rounding(ADDITIONS), name
 
 
 def test_two_projected_adam_steps_are_the_recorded_ones(public):
@@ -70,7 +87,8 @@ def test_two_projected_adam_steps_are_the_recorded_ones(public):
         value = after[parameter].detach()
         if rows:
             value = value[slice(*map(int, rows.split(":")))]
-        torch.testing.assert_close(value, tensors[f"after2steps/{name}"], rtol=0, atol=5e-7, msg=name)
+        atol = 0.005 * config["lr"]  # where a gradient almost cancels, its rounding is that share of Adam's step
+        torch.testing.assert_close(value, tensors[f"after2steps/{name}"], rtol=0, atol=atol, msg=name)
 
 
 STEPS = json.loads((GOLDENS / "mambacl_run" / "modadam_step.json").read_text())
@@ -78,14 +96,15 @@ STEPS = json.loads((GOLDENS / "mambacl_run" / "modadam_step.json").read_text())
 
 @pytest.fixture(scope="module")
 def recorded_steps():
-    return load_file(GOLDENS / "mambacl_run" / "modadam_step.safetensors")
+    tensors = load_file(GOLDENS / "mambacl_run" / "modadam_step.safetensors")
+    return {name: tensor.double() for name, tensor in tensors.items()}
 
 
 def projector_of(matrix, eta):
     """The low-rank form of a recorded projector, (1 - eta) I + factor V V^T."""
-    values, vectors = torch.linalg.eigh(matrix.double())
+    values, vectors = torch.linalg.eigh(matrix)
     basis = vectors[:, values > (values[0] + values[-1]) / 2]
-    return Projector(basis.float(), 1 - eta, (values[-1] - (1 - eta)).item())
+    return Projector(basis, 1 - eta, (values[-1] - (1 - eta)).item())
 
 
 @pytest.mark.parametrize("case", STEPS["cases"], ids=lambda case: case["name"])
@@ -120,6 +139,6 @@ def test_a_single_projected_step_is_the_recorded_one(case, recorded_steps):
                 projector = projector_of(recorded_steps[f"{case['name']}.proj.{kind}"], case["eta"])
                 project_part(before[name], parameters[name].detach(), part, projector)
     for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.detach(), recorded("after.param", name), rtol=0, atol=5e-7, msg=name)
+        assert_near(parameter, recorded("after.param", name).float(), terms=1, what=name)  # float32's rounding
         for word in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(optimizer.state[parameter][word], recorded(f"after.{word}", name))
+            assert_near(optimizer.state[parameter][word], recorded(f"after.{word}", name).float(), terms=1, what=word)

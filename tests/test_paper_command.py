@@ -163,6 +163,8 @@ def test_the_paper_scale_looks_for_each_data_set_in_its_own_folder(tmp_path: Pat
 # Made from tiny runs
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_a_table_interrupted_and_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_table_interrupted_and_continued(
     assert "holds another run (differs in training.passes): choose another --out" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_test_images")
 def test_the_losses_of_old_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["paper", "loss-curve", *TINY, "--out", str(tmp_path), "--only", "sequential"]) == 0
     losses = read_losses(tmp_path / "nano" / RUN.format("sequential-losses"))

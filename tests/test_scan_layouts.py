@@ -58,7 +58,7 @@ def test_other_layouts_give_the_same_answer(n: int, channels: int, steps: int, m
     wanted = reference(inputs, softplus=True)
     monkeypatch.setattr(scan_triton, "layout", lambda *args, **options: plan)
     for name, tensor in run(inputs, softplus=True).items():
-        assert_close(tensor, wanted[name], 1e-6, name)
+        assert_close(tensor, wanted[name], what=name)
 
 
 @kernels
@@ -185,7 +185,7 @@ def test_compiles_as_one_graph(frozen: bool) -> None:
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
     found, wanted = run(inputs, scan=compiled, trained=trained), run(inputs, scan=scan, trained=trained)
     for name in wanted:
-        assert_close(found[name], wanted[name], 1e-6, name)
+        assert_close(found[name], wanted[name], what=name)
 
 
 @kernels

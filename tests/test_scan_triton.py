@@ -179,7 +179,7 @@ def test_transposed_and_expanded_inputs_give_the_same_answer() -> None:
         if DEVICE == "cpu":
             assert_same_bits(actual, expected)
         for name, tensor in expected.items():
-            assert_close(actual[name], tensor, 2e-6, name)
+            assert_close(actual[name], tensor, what=name)
 
     softplus = SOFTPLUS_IS_EXACT
     inputs = tokens(b=2, l=5, d=6, n=3, groups=2, positive=True)
@@ -323,7 +323,7 @@ def test_A_may_be_given_by_its_logarithm(n: int) -> None:
         y, last = scan_tokens(**given, backend=backend, log_A=True)
         (slope(y) * y).sum().add(last.sum()).backward()
     for name, leaf in leaves.items():
-        assert_close(leaf.grad, exact[name].grad, 2e-6, name)
+        assert_close(leaf.grad, exact[name].grad, what=name)
 
 
 @kernels

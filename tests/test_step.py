@@ -187,6 +187,8 @@ def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call() -> Non
     background.wait()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_a_checkpoint_written_beside_the_training_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "plain"))
     monkeypatch.setattr(loop, "Background", lambda on: Background(on=True))
@@ -199,6 +201,8 @@ def test_a_checkpoint_written_beside_the_training_is_the_same(tmp_path: Path, mo
     assert plain.results["correct"] == beside.results["correct"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_disk_that_is_behind_keeps_no_epoch_waiting(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +222,8 @@ def test_a_disk_that_is_behind_keeps_no_epoch_waiting(
     assert mambacl.evaluate(run.folder).counted == run.results["correct"][-1]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_results_written_late_are_those_of_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(Background):
         """Begins a job when the next one is there."""

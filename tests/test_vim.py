@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tolerance import assert_near, rounding
 from vim_help import TINY, relative, tiny
 
 from mambacl.backbones import create_model, list_models, load_weights, vim
@@ -56,13 +57,17 @@ def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden):
     assert [name for name in recorded if relative(gradients[name], recorded[name]) > 1e-9] == []
 
 
-def test_logits_and_block_outputs_are_the_recorded_ones_in_float32(golden):
+def test_logits_and_block_outputs_are_those_recorded_in_float32(golden):
+    """Ours in float64: what differs is the rounding of the recording, the same on every machine."""
     model, tensors = golden
+    with torch.no_grad():
+        assert_near(model(tensors["input"]), tensors["logits_f32"], terms=2**13)
+    model.double()
     outputs = {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
     with torch.no_grad():
-        assert relative(model(tensors["input"]), tensors["logits_f32"]) < 2e-5
+        assert relative(model(tensors["input"].double()), tensors["logits_f32"]) < 2e-5
     recorded = under(tensors, "act_f32/")
     assert relative(outputs["patch_embed"], recorded["patch_embed"]) < 2e-5
     for i in range(3):  # the public layer gives its mixer's output, and the residual before it
@@ -85,7 +90,7 @@ def test_features_of_each_scan_are_the_recorded_ones(golden):
         watch_direction(layer.mixer, "_b")
         layer.mixer.out_proj.register_forward_pre_hook(lambda _, args: outs.append(args[0]))
     with torch.no_grad():
-        model(tensors["input"])
+        model.double()(tensors["input"].double())
 
     assert len(calls) == 6 and len(outs) == 3  # forward and backward by turns, the latter in flipped order
     recorded = under(tensors, "scan_f32/")
@@ -174,7 +179,7 @@ def test_state_goes_to_a_file_and_back(tmp_path):
 def test_batches_do_not_mix_images():
     model, batch = tiny(num_classes=5), images(6)
     one_by_one = torch.cat([model(image[None]) for image in batch])
-    torch.testing.assert_close(model(batch), one_by_one, rtol=0, atol=1e-5)
+    assert_near(model(batch), one_by_one, terms=2**10)
 
 
 def test_initial_values_are_the_public_ones():
@@ -227,7 +232,7 @@ def test_overlapping_patches_follow_row_by_row():
     by_hand = (embed.proj.weight * patch).sum((1, 2, 3)) + embed.proj.bias
     tokens = embed(images(1))
     assert tokens.shape == (1, 9, 32)
-    torch.testing.assert_close(tokens[0, 7], by_hand)
+    assert_near(tokens[0, 7], by_hand, terms=3 * 8 * 8)
 
 
 def test_the_mixer_by_hand():
@@ -354,11 +359,12 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(monkeypatch):
         logits = model(images())
     assert logits.dtype == torch.bfloat16  # the linear layers around it do run in half precision
     assert len(scanned) == 6 and set(scanned) == {torch.float32}
-    assert relative(logits.float(), model(images())) < 0.05
+    assert relative(logits.float(), model(images())) < rounding(32, torch.bfloat16)
     logits.float().sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("height", [16, 24])
 def test_compiles_as_one_graph(height):
     model = tiny(num_classes=3, depth=1)

@@ -1,0 +1,35 @@
+#!/bin/sh
+# The numerical tests as other CPUs run them:  test_cpus.sh PYTHON [pytest's options]
+# Three runs cover PyTorch's, MKL's and oneDNN's instruction sets, one and two threads, and the C++ kernel built and absent.
+set -eu
+python=$1
+shift
+
+# Files whose tests compute nothing that a CPU could round in its own way.
+others="cli config data_archives data_bad_input data_check data_prepare data_sets docs downloads import loading
+loading_untrusted paper_command presets reports settings tables tables_paper tensorfile"
+for name in $others; do
+    set -- "$@" "--ignore=tests/test_$name.py"
+done
+
+run() { # NAME VARIABLE=VALUE... -- pytest's options
+    echo "== $1"
+    shift
+    env "$@" || failed=1
+}
+failed=0
+
+without=$(mktemp -d) # the package as it is where there was no compiler
+trap 'rm -rf "$without"' EXIT
+cp -r src/mambacl "$without/"
+rm -f "$without"/mambacl/scan/_kernel*.so
+
+run "x86-64 without vector extensions, one thread, no C++ kernel" \
+    ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
+    MAMBACL_TEST_THREADS=1 PYTHONPATH="$without" "$python" -m pytest -n 2 "$@"
+run "AVX2, two threads, with the C++ kernel" \
+    ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+    MAMBACL_TEST_THREADS=2 PYTHONPATH=src "$python" -m pytest -n 2 "$@"
+run "this CPU, one thread, with the C++ kernel" \
+    MAMBACL_TEST_THREADS=1 PYTHONPATH=src "$python" -m pytest -n 2 "$@"
+exit $failed
