@@ -1,7 +1,7 @@
 # make demo    the whole product on a small example, installation included in about three minutes
 # make test    style, types and all tests
 # make test-fast    all but the slow tests
-# make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ kernel
+# make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 PYTHON ?= python3
