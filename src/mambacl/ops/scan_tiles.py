@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl.ops.scan_triton import Split, processors, segments
+
 FILLED = 2048  # warps that keep a large GPU busy
 RESIDENT = {False: 12, True: 8}  # warps of the forward and of the backward that a processor of a GPU holds at once
 PIECE = 256  # steps: below, going over all of them once more costs more than it saves
-MOST_SEGMENTS = 8
-SPREAD = 4  # waves of programs below which blocks of channels are not taken one after the other by one program
+SPREAD = 2  # waves of programs below which blocks of channels are not taken one after the other by one program
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,15 @@ def layout(n: int, recurrences: int, backward: bool, full: bool = False) -> Layo
     return Layout(states, lanes_n, channels, lanes_d * warps, 4, warps=warps)
 
 
-def kept_steps(n: int) -> int:
-    """Steps between the states that the forward keeps. A single state is cheap to keep, and everything else is read
-    from memory at its speed, so that nothing should be read twice."""
-    return 8 if n == 1 else 16
+def kept_steps(n: int, itemsize: int) -> int:
+    """Steps between the states that the forward keeps: of 16 states, these take as much memory as u. A single state is
+    cheap to keep, and everything else is read from memory at its speed, so that nothing should be read twice."""
+    return 8 if n == 1 else 16 * max(1, 4 // itemsize)
+
+
+def single_steps(length: int) -> int:
+    """Steps of a tile of the kernels for a single state: four for each lane, fewer where there are not as many."""
+    return min(128, max(16, 1 << (length - 1).bit_length()))
 
 
 def _single(u: Tensor, delta: Tensor, n: int, order: str) -> bool:
@@ -82,7 +88,7 @@ def _single(u: Tensor, delta: Tensor, n: int, order: str) -> bool:
 def kept_shape(u: Tensor, delta: Tensor, A: Tensor, order: str = "forward") -> tuple[int, ...]:
     """Shape of the states that the forward keeps for the backward, (b, intervals, n, d)."""
     length, n = u.shape[1], A.shape[1]
-    steps = min(128, max(16, 1 << (length - 1).bit_length())) if _single(u, delta, n, order) else kept_steps(n)
+    steps = single_steps(length) if _single(u, delta, n, order) else kept_steps(n, u.element_size())
     return u.shape[0], -(-length // steps), n, A.shape[0]
 
 
@@ -145,8 +151,8 @@ def backward(
     parts = batch * call.split.segments
     du = out_like(u, channels, torch.float32 if order == "cross" else u.dtype)
     ddelta, dz = out_like(delta, channels, delta.dtype), u if z is None else out_like(z, channels, z.dtype)
-    dA = call.new(parts if need_A else 0, *A.shape)
-    dD, dbias = (call.new(parts if x is not None else 0, channels) for x in (D, bias))
+    dA = call.new(parts, *A.shape) if need_A else call.A  # A itself is not written
+    dD, dbias = (call.A if x is None else call.new(parts, channels) for x in (D, bias))
     if call.single:
         from mambacl.ops.kernels import scan_single
 
@@ -159,7 +165,7 @@ def backward(
     dBC = call.new(batch, shares, length, 2, states)
     every = call.time["EVERY"]
     programs = shares * batch * call.split.segments
-    scratch = call.new(programs * every * _padded(states) * call.plan.block if every > 1 else 0)
+    scratch = call.new(programs * every * _padded(states) * call.plan.block) if every > 1 else call.A
     ends, sums = _ends(call, dout)
     launch(
         scan_backward,
@@ -212,7 +218,7 @@ class _Call:
             "LOG_A": log_A, "ORDER": order, "GATE": z is not None, "BIAS": bias is not None, "SOFTPLUS": softplus,
             "num_warps": plan.warps, "num_stages": 1, "enable_fp_fusion": True, "maxnreg": plan.registers,
         }  # fmt: skip
-        self.time = {"EVERY": kept_steps(A.shape[1]) // plan.steps, "SEGMENTS": self.split.segments}
+        self.time = {"EVERY": kept_steps(A.shape[1], u.element_size()) // plan.steps, "SEGMENTS": self.split.segments}
         self.time["PIECES"] = self.split.pieces
 
     @property
@@ -236,29 +242,9 @@ def _padded(states: int) -> int:
     return int(1 << (states - 1).bit_length())
 
 
-@dataclass(frozen=True)
-class Split:
-    """Time in segments, one per program, of `pieces` pieces of `width` steps, whose ends are found beforehand."""
-
-    width: int
-    pieces: int
-    segments: int
-
-
-def segments(length: int, programs: int, room: int) -> int:
-    """Into how many time is split, where few programs of many steps would leave a GPU idle that has room for more."""
-    return max(1, min(MOST_SEGMENTS, room // programs, length // PIECE)) if programs else 1
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Of a GPU; an H200's in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) -> Split:
     """Pieces are a multiple of the steps between kept states."""
-    length, room, kept = u.shape[1], RESIDENT[backward] * processors(u.device), kept_steps(states)
+    length, room, kept = u.shape[1], RESIDENT[backward] * processors(u.device), kept_steps(states, u.element_size())
     wanted = segments(length, blocks * len(u), room)
     if wanted == 1 or plan.states == 1:  # with a single state, most of the time goes into reading the inputs
         return Split(length, 1, 1)
@@ -277,8 +263,9 @@ def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
     first = split.pieces if call.backward else 0
     pieces = -(-length // split.width) - split.pieces if call.backward else (split.segments - 1) * split.pieces
     channels, states = call.A.shape
-    ends, sums = call.new(len(x), pieces, states, channels), call.new(len(x), pieces, channels)
+    ends = sums = call.A  # not read
     if pieces:
+        ends, sums = call.new(len(x), pieces, states, channels), call.new(len(x), pieces, channels)
         M = call.C if call.backward else call.B
         x = x if call.backward else call.u
         launch(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mambacl.ops.kernels.launch import launch
 from mambacl.ops.kernels.softplus import sigmoid_of_softplus, softplus
+from mambacl.ops.scan_tiles import single_steps
 
 ROWS = 4  # channels of a program
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -224,15 +225,10 @@ def _backward(
         tl.store(dbias_ptr + row, dbias, mask=there)
 
 
-def tile(length: int) -> int:
-    """Steps of a tile: four for each lane, or fewer where there are not as many."""
-    return min(128, max(16, triton.next_power_of_2(length)))
-
-
 def _constants(call, L: int) -> dict:
     names = ("GROUPS", "K", "LOG_A", "GATE", "BIAS", "SOFTPLUS")
     given = {name: call.constants[name] for name in names}
-    return {**given, "CH": ROWS, "T": tile(L), "REVERSE": call.constants["ORDER"] == "reverse", "num_warps": 1}
+    return {**given, "CH": ROWS, "T": single_steps(L), "REVERSE": call.constants["ORDER"] == "reverse", "num_warps": 1}
 
 
 def _programs(call) -> int:

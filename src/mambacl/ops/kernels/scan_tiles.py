@@ -388,6 +388,8 @@ def scan_backward(
                     du += skip * dy
                     dD += dy * u
                 if BIAS:
+                    if SOFTPLUS == 0:  # else the derivative of a step of zero is zero
+                        ddt = tl.where(tl.arange(0, T)[None, None, None, None, :] < L - at, ddt, 0.0)
                     dbias += ddt
                 store_tile(du_ptr, du, at, where, du_l, du_d, BLOCKS, K, DT, LD, T, ORDER)
                 store_tile(ddelta_ptr, ddt, at, where, ddelta_l, ddelta_d, BLOCKS, K, DT, LD, T, ORDER)
