@@ -20,6 +20,9 @@ an order that varies: what several programs add up (dA over images, dB and dC ov
 import triton
 import triton.language as tl
 
+from mambacl.ops.kernels.softplus import sigmoid_of_softplus
+from mambacl.ops.kernels.tiles import as_float32, carried
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -58,14 +61,6 @@ def _decay(A_ptr, matrix, mask, LOG_A: tl.constexpr):
 
 
 @triton.jit
-def _float(x):
-    """In float32. Of two bfloat16 in a register, the compiler's own way takes three instructions; this takes two."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
     """T steps of an input; in the tail, those from `count` on are zeros."""
     found = ()
@@ -76,7 +71,7 @@ def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED:
             step = tl.load(pointers + i * stride, mask=mask, other=0.0)
         else:
             step = tl.load(pointers + i * stride)
-        found = found + (_float(step),)
+        found = found + (as_float32(step),)
     return found
 
 
@@ -104,20 +99,6 @@ def _two_over_channels(x, y, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexp
     taken = (tl.reduce(given, 2, _xor, keep_dims=True) ^ given).to(tl.float32, bitcast=True)  # the neighbour's bits
     sums = tl.sum(own + taken, axis=1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(sums, [LN, LD // 2, 2, NT]), [LN, LD, NT, 1])
-
-
-@triton.jit
-def _carried(
-    state, A, ends_ptr, sums_ptr, place, count, way, channels, states, there, real, D: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """A state carried through `count` pieces, from the one at `place` on."""
-    for number in range(0, count):
-        piece = place + way * number
-        total = tl.load(sums_ptr + piece * D + channels, mask=there, other=0.0)
-        end = tl.load(ends_ptr + piece * N * D + states * D + channels, mask=there & real, other=0.0)
-        through = tl.where(state == 0.0, 0.0, tl.exp2(total * A) * state)  # nothing stays nothing, however it grows
-        state = tl.where(real, through, 0.0) + end
-    return state
 
 
 @triton.jit
@@ -257,7 +238,7 @@ def scan_forward(
     whole, first, end = L // T, 0, L // T
     if SEGMENTS > 1:
         place = image * ((SEGMENTS - 1) * PIECES)
-        h = _carried(h, A, ends_ptr, sums_ptr, place, segment * PIECES, 1, channels, states, there, real, D, N)
+        h = carried(h, A, ends_ptr, sums_ptr, place, segment * PIECES, 1, channels, states, there, real, D, N)
         first = segment * PIECES * (W // T)
         end = tl.minimum(first + PIECES * (W // T), whole)
     for chunk in range(first, end):
@@ -282,13 +263,6 @@ def scan_forward(
         )  # fmt: skip
     if segment == SEGMENTS - 1:
         tl.store(last_ptr + image * D * N + matrix, h, mask=there & real)
-
-
-@triton.jit
-def _sigmoid_of_softplus(delta):
-    """The derivative of softplus where it is delta: 1 - exp(-delta), without cancellation for small delta."""
-    series = delta * (1 - delta * (0.5 - delta * (1 / 6 - delta * (1 / 24 - delta * (1 / 120)))))
-    return tl.where(delta < 0.125, series, 1 - tl.exp2(delta * -LOG2E))
 
 
 @triton.jit
@@ -330,7 +304,7 @@ def _backward_chunk(
         dx = tl.broadcast_to(_over_states(gB), [LN, LD, 1, DT])
         ddelta = LN2 * tl.broadcast_to(_over_states(w * A), [LN, LD, 1, DT]) + dx * u
         if SOFTPLUS:
-            ddelta *= _sigmoid_of_softplus(delta)
+            ddelta *= sigmoid_of_softplus(delta)
         if TAIL:  # a step that does not exist changes nothing, whatever the state
             inside = _before(i, count)
             w, a = tl.where(inside, w, 0.0), tl.where(inside, a, 1.0)
@@ -417,7 +391,7 @@ def scan_backward(
     whole, first, end = L // T, 0, L // T
     if SEGMENTS > 1:
         later = tl.cdiv(L, W) - PIECES  # than the first segment
-        g = _carried(
+        g = carried(
             g, A, ends_ptr, sums_ptr, image * later + later - 1, later - segment * PIECES, -1, channels, states, there,
             real, D, N,
         )  # fmt: skip
