@@ -7,6 +7,11 @@ struct Place {
     long long image, step, steps, channel, count;  // steps are times in the order of the scan; `count` <= W channels
 };
 
+static INLINE Place place_at(const Problem<T>& p, const Item& item, long long tile, long long block) {
+    const long long step = tile * TILE, channel = item.first + block * W;
+    return {item.image, step, least(p.length - step, TILE), channel, least(item.end - channel, W)};
+}
+
 #if BYTES
 static const int Q = 16 / sizeof(T);
 typedef T Quad __attribute__((vector_size(16)));
@@ -59,11 +64,29 @@ static INLINE Rows<U> rows_in_place(const View<U>& view, const Place& place, lon
     return {at, reverse ? -view.time : view.time};
 }
 
+// The tile's first time in memory, of its first channel.
+template <typename U>
+static INLINE U* corner(const View<U>& view, const Place& place, long long length, bool reverse) {
+    const long long begin = reverse ? length - place.step - place.steps : place.step;
+    return view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
+}
+
+// Asks for a tile ahead of its use, where the times are contiguous: it has a short piece of each of many rows, and no
+// processor guesses the next. It goes to the second cache, because the first takes few requests at a time and has no room.
+template <typename U>
+static INLINE void fetch(const View<U>& view, const Place& place, long long length, bool reverse) {
+    if (!view.at || view.time != 1 || in_place(view, place)) return;
+    U* at = corner(view, place, length, reverse);
+    for (long long c = 0; c < place.count; ++c, at += view.channel) {
+        PREFETCH(at);
+        PREFETCH(at + place.steps - 1);  // most pieces lie on two cache lines
+    }
+}
+
 // Copies between a tile of the tensor and the buffer (TILE, W): into the buffer, or back.
 template <bool BACK, typename U>
 static void carry(const View<U>& view, const Place& place, long long length, bool reverse, T* buffer) {
-    const long long begin = reverse ? length - place.step - place.steps : place.step;  // the first time in memory
-    U* at = view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
+    U* at = corner(view, place, length, reverse);
     T* row = reverse ? buffer + (place.steps - 1) * W : buffer;
     const long long step = reverse ? -W : W;
     long long whole = 0;
