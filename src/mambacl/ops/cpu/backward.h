@@ -115,8 +115,8 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             prepare<true>(p, place, u, delta, most[k], steps);
             const View<const T>* const read[] = {&p.u, &p.delta, &p.z, &p.dout};
             const View<T>* const written[] = {&p.du, &p.ddelta, &p.dz};
-            for (const View<const T>* view : read) fetch(*view, next, p.length, p.reverse);
-            for (const View<T>* view : written) fetch(*view, next, p.length, p.reverse);
+            for (const View<const T>* view : read) fetch(p, *view, next);
+            for (const View<T>* view : written) fetch(p, *view, next);
             for (long long t = 0; t < count; ++t) {
                 slopes.g[t] = load(dout[t]);
                 slopes.of_input[t] = slopes.of_decay[t] = Lanes{};

@@ -136,8 +136,8 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
             prepare<false>(p, place, u, delta, most[k], steps);
             const View<const T>* const read[] = {&p.u, &p.delta, &p.z};
-            for (const View<const T>* view : read) fetch(*view, next, p.length, p.reverse);
-            fetch(p.out, next, p.length, p.reverse);
+            for (const View<const T>* view : read) fetch(p, *view, next);
+            fetch(p, p.out, next);
             if (p.kept)
                 for (long long n = 0; n < N; ++n)
                     store_some(p.kept + ((item.image * p.tiles() + tile) * N + n) * p.channels + channel, h[k * N + n], width);

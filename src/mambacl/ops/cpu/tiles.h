@@ -71,15 +71,23 @@ static INLINE U* corner(const View<U>& view, const Place& place, long long lengt
     return view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
 }
 
-// Asks for a tile ahead of its use, where the times are contiguous: it has a short piece of each of many rows, and no
-// processor guesses the next. It goes to the second cache, because the first takes few requests at a time and has no room.
+// Asks for a tile ahead of its use: it is a short piece of each of many rows, and processors do not guess the next. The
+// pieces go to the second cache, because the first takes few requests at a time. Small tensors are there anyway.
+static const long long SMALL = 1 << 17, LINE = 64;  // bytes of a tensor; bytes of a cache line
+
 template <typename U>
-static INLINE void fetch(const View<U>& view, const Place& place, long long length, bool reverse) {
-    if (!view.at || view.time != 1 || in_place(view, place)) return;
-    U* at = corner(view, place, length, reverse);
-    for (long long c = 0; c < place.count; ++c, at += view.channel) {
-        PREFETCH(at);
-        PREFETCH(at + place.steps - 1);  // most pieces lie on two cache lines
+static INLINE void fetch(const Problem<T>& p, const View<U>& view, const Place& place) {
+    if (!view.at || p.batch * p.length * p.channels * (long long)sizeof(T) <= SMALL) return;
+    U* at = corner(view, place, p.length, p.reverse);
+    if (view.channel == 1) {
+        const uintptr_t start = (uintptr_t)at, end = (uintptr_t)(at + place.count);
+        if ((start - 1) / LINE == (end - 1) / LINE) return;  // came with the block before
+        for (long long t = 0; t < place.steps; ++t) PREFETCH(at + t * view.time + place.count - 1);
+    } else if (view.time == 1) {
+        for (long long c = 0; c < place.count; ++c) {
+            PREFETCH(at + c * view.channel);
+            PREFETCH(at + c * view.channel + place.steps - 1);  // most pieces lie on two cache lines
+        }
     }
 }
 
