@@ -72,16 +72,17 @@ static INLINE U* corner(const View<U>& view, const Place& place, long long lengt
 }
 
 // Asks for a tile ahead of its use: it is a short piece of each of many rows, and processors do not guess the next. The
-// pieces go to the second cache, because the first takes few requests at a time. Small tensors are there anyway.
-static const long long SMALL = 1 << 17, LINE = 64;  // bytes of a tensor; bytes of a cache line
+// pieces go to the second cache, because the first takes few requests at a time. Small tensors are there anyway. Always
+// inlined: GCC leaves out calls of a function that does nothing else.
+static const long long SMALL = 1 << 17;  // bytes of a tensor
 
 template <typename U>
 static INLINE void fetch(const Problem<T>& p, const View<U>& view, const Place& place) {
     if (!view.at || p.batch * p.length * p.channels * (long long)sizeof(T) <= SMALL) return;
     U* at = corner(view, place, p.length, p.reverse);
     if (view.channel == 1) {
-        const uintptr_t start = (uintptr_t)at, end = (uintptr_t)(at + place.count);
-        if ((start - 1) / LINE == (end - 1) / LINE) return;  // came with the block before
+        const U* end = at + place.count;
+        if ((uintptr_t(end) - 1) / 64 == (uintptr_t(at) - 1) / 64) return;  // on a cache line with the block before
         for (long long t = 0; t < place.steps; ++t) PREFETCH(at + t * view.time + place.count - 1);
     } else if (view.time == 1) {
         for (long long c = 0; c < place.count; ++c) {
