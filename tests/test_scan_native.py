@@ -125,6 +125,7 @@ SHAPES = {
     "groups": {"b": 2, "l": 18, "d": 12, "n": 3, "groups": 3},
     "a group per channel": {"b": 2, "l": 9, "d": 6, "n": 8, "groups": 6},
     "wide groups": {"b": 1, "l": 21, "d": 160, "n": 8, "groups": 2},
+    "large enough to be fetched ahead": {"l": 67, "d": 523, "n": 2},
 }
 
 

@@ -104,14 +104,19 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
         const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
         for (long long i = 0; i < 2 * TILE * N; ++i) sums[i] = Lanes{};
+        const Place first = place_at(p, item, tile > 0 ? tile - 1 : 0, 0);  // of the next tile
         for (long long k = 0; k < blocks; ++k) {
-            const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
-            const Place place = {item.image, begin, count, channel, width};
+            const Place place = place_at(p, item, tile, k), next = k + 1 < blocks ? place_at(p, item, tile, k + 1) : first;
+            const long long channel = place.channel, width = place.count;
             const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
             const Rows<const T> dout = rows_of(p.dout, place, p.length, p.reverse, buffers[2]);
             const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
             prepare<true>(p, place, u, delta, most[k], steps);
+            const View<const T>* const read[] = {&p.u, &p.delta, &p.z, &p.dout};
+            const View<T>* const written[] = {&p.du, &p.ddelta, &p.dz};
+            for (const View<const T>* view : read) fetch(p, *view, next);
+            for (const View<T>* view : written) fetch(p, *view, next);
             for (long long t = 0; t < count; ++t) {
                 slopes.g[t] = load(dout[t]);
                 slopes.of_input[t] = slopes.of_decay[t] = Lanes{};

@@ -128,12 +128,16 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
     for (long long tile = 0; tile < p.tiles(); ++tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
         const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
+        const Place first = place_at(p, item, least(tile + 1, p.tiles() - 1), 0);  // of the next tile
         for (long long k = 0; k < blocks; ++k) {
-            const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
-            const Place place = {item.image, begin, count, channel, width};
+            const Place place = place_at(p, item, tile, k), next = k + 1 < blocks ? place_at(p, item, tile, k + 1) : first;
+            const long long channel = place.channel, width = place.count;
             const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
             prepare<false>(p, place, u, delta, most[k], steps);
+            const View<const T>* const read[] = {&p.u, &p.delta, &p.z};
+            for (const View<const T>* view : read) fetch(p, *view, next);
+            fetch(p, p.out, next);
             if (p.kept)
                 for (long long n = 0; n < N; ++n)
                     store_some(p.kept + ((item.image * p.tiles() + tile) * N + n) * p.channels + channel, h[k * N + n], width);

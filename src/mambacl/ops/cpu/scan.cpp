@@ -10,6 +10,7 @@
 #ifdef __GNUC__
 #define RESTRICT __restrict__
 #define INLINE inline __attribute__((always_inline))
+#define PREFETCH(at) __builtin_prefetch(at, 0, 2)
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -18,6 +19,7 @@
 #else
 #define RESTRICT __restrict
 #define INLINE inline
+#define PREFETCH(at)
 #define UNROLL
 #endif
 

@@ -7,6 +7,11 @@ struct Place {
     long long image, step, steps, channel, count;  // steps are times in the order of the scan; `count` <= W channels
 };
 
+static INLINE Place place_at(const Problem<T>& p, const Item& item, long long tile, long long block) {
+    const long long step = tile * TILE, channel = item.first + block * W;
+    return {item.image, step, least(p.length - step, TILE), channel, least(item.end - channel, W)};
+}
+
 #if BYTES
 static const int Q = 16 / sizeof(T);
 typedef T Quad __attribute__((vector_size(16)));
@@ -59,11 +64,38 @@ static INLINE Rows<U> rows_in_place(const View<U>& view, const Place& place, lon
     return {at, reverse ? -view.time : view.time};
 }
 
+// The tile's first time in memory, of its first channel.
+template <typename U>
+static INLINE U* corner(const View<U>& view, const Place& place, long long length, bool reverse) {
+    const long long begin = reverse ? length - place.step - place.steps : place.step;
+    return view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
+}
+
+// Asks for a tile ahead of its use: it is a short piece of each of many rows, and processors do not guess the next. The
+// pieces go to the second cache, because the first takes few requests at a time. Small tensors are there anyway. Always
+// inlined: GCC leaves out calls of a function that does nothing else.
+static const long long SMALL = 1 << 17;  // bytes of a tensor
+
+template <typename U>
+static INLINE void fetch(const Problem<T>& p, const View<U>& view, const Place& place) {
+    if (!view.at || p.batch * p.length * p.channels * (long long)sizeof(T) <= SMALL) return;
+    U* at = corner(view, place, p.length, p.reverse);
+    if (view.channel == 1) {
+        const U* end = at + place.count;
+        if ((uintptr_t(end) - 1) / 64 == (uintptr_t(at) - 1) / 64) return;  // on a cache line with the block before
+        for (long long t = 0; t < place.steps; ++t) PREFETCH(at + t * view.time + place.count - 1);
+    } else if (view.time == 1) {
+        for (long long c = 0; c < place.count; ++c) {
+            PREFETCH(at + c * view.channel);
+            PREFETCH(at + c * view.channel + place.steps - 1);  // most pieces lie on two cache lines
+        }
+    }
+}
+
 // Copies between a tile of the tensor and the buffer (TILE, W): into the buffer, or back.
 template <bool BACK, typename U>
 static void carry(const View<U>& view, const Place& place, long long length, bool reverse, T* buffer) {
-    const long long begin = reverse ? length - place.step - place.steps : place.step;  // the first time in memory
-    U* at = view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
+    U* at = corner(view, place, length, reverse);
     T* row = reverse ? buffer + (place.steps - 1) * W : buffer;
     const long long step = reverse ? -W : W;
     long long whole = 0;
