@@ -199,7 +199,7 @@ def _differentiate(ctx, dout, dlast, dkept, dsteps):  # type: ignore[no-untyped-
         ddelta = (rows @ weight).unflatten(0, u.shape[:2])
     ddelta = ddelta.to(ctx.dtype)
     grads = (du, ddelta, dA, dB, dC, dD, dz, dbias, dweight)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), *[None] * 7
+    return *(grad if need else None for grad, need in zip(grads, needs[:9], strict=True)), *[None] * 7
 
 
 _backward = operator("scan_backward", _back, _fake_back)
