@@ -52,7 +52,8 @@ def spectra(family: Family) -> Figure:
     grid[0].set_ylim(lowest / 3, 3)
     grid[0].yaxis.set_major_locator(LogLocator(numticks=4))
     grid[0].yaxis.set_minor_locator(NullLocator())
-    for axes, spectrum in zip(grid[: 1 if same_size else count], family.spectra.values(), strict=False):
+    numbered = 1 if same_size else count
+    for axes, spectrum in zip(grid[:numbered], list(family.spectra.values())[:numbered], strict=True):
         _number_directions(axes, len(spectrum.values), early)
     last_in_column = {i % columns: i for i in range(count)}
     for i, axes in enumerate(grid[:count]):
