@@ -94,7 +94,7 @@ run = mambacl.train(CONFIG, out="run", device="{device}")
 mambacl.evaluate(run.folder)
 assert "torchvision" not in sys.modules and "torch._dynamo" not in sys.modules
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, timeout=300)
 
 

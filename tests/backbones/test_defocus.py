@@ -15,8 +15,8 @@ from mambacl.backbones.layers import PatchEmbed, drop_path
 from mambacl.errors import UserError
 from mambacl.ops import scan
 
-GOLDENS = Path(__file__).parent / "goldens"
-ORIGINAL_WEIGHTS = Path(__file__).parents[2] / "shared" / "weights" / "defocus_mamba_nano_tin32.pth"
+GOLDENS = Path(__file__).parents[1] / "goldens"
+ORIGINAL_WEIGHTS = Path(__file__).parents[3] / "shared" / "weights" / "defocus_mamba_nano_tin32.pth"
 MANIFESTS = {
     "defocus_mamba_small_GUESS": ("defocus_mamba_small", {}),
     "defocus_mamba_base": ("defocus_mamba_base", {}),

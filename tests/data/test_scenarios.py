@@ -11,12 +11,12 @@ import torch
 from data_help import MEAN, STD, make_tree
 from domains_help import CLASSES, DOMAINS, make_domains, write_manifest
 from PIL import Image
+from reports_help import make_run
 from safetensors.torch import load_file
 from small_run import CONFIG
 from test_data_sets import Rows
-from test_reports import make_run
-from test_training import assert_same_run, interrupted_after
 from tolerance import assert_counts_alike
+from training_help import assert_same_run, interrupted_after
 
 import mambacl
 from mambacl.cli import main

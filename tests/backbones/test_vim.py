@@ -13,7 +13,7 @@ from vim_help import TINY, relative, tiny
 from mambacl.backbones import create_model, list_models, load_weights, vim
 from mambacl.errors import UserError
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 MANIFESTS = ("vim_tiny", "vim_tiny_stride8", "vim_small", "vim_small_stride8", "vim_base")
 SIZES = ("vim", "vim_nano", *MANIFESTS)
 

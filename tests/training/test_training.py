@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_run import CONFIG
 from tolerance import assert_counts_alike
+from training_help import assert_same_run, final_parameters, interrupted_after
 
 import mambacl
 from mambacl.config import resolve
@@ -29,33 +29,9 @@ from mambacl.training.loop import Loop, TrainingError, make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
 from mambacl.training.schedule import lr_factor
 
-SAME = ("class_order", "tasks", "correct", "total", "metrics", "status")
-
 
 def train(folder: Path, **overrides: Any) -> mambacl.Run:
     return mambacl.train(CONFIG, out=str(folder), **overrides)
-
-
-def final_parameters(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(folder / "checkpoints" / "last.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("method.")}
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    a, b = (json.loads((folder / "results.json").read_text()) for folder in (one, other))
-    assert {key: a[key] for key in SAME} == {key: b[key] for key in SAME}
-    for name, tensor in (parameters := final_parameters(one)).items():
-        assert torch.equal(tensor, final_parameters(other)[name]), name
-    last = sorted((one / "checkpoints").glob("task-0*"))[-1:]
-    assert len(parameters) + sum(len(load_file(path)) for path in last) >= 6
-    for path in last:
-        expected, found = load_file(path), load_file(other / "checkpoints" / path.name)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    lines = [
-        [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (f / "metrics.jsonl").open()]
-        for f in (one, other)
-    ]
-    assert lines[0] == lines[1]
 
 
 @pytest.fixture(scope="module")
@@ -182,27 +158,6 @@ def test_other_optimizers_and_schedules_resume_as_well(optimizer: str, schedule:
 # Interruptions
 
 
-class interrupted_after:
-    """Ctrl-C when so many checkpoints are written."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.original = count, checkpoints.save
-
-    def __enter__(self) -> None:
-        def save(*arguments: Any) -> None:
-            self.original(*arguments)
-            self.count -= 1
-            if self.count == 0:
-                raise KeyboardInterrupt
-
-        checkpoints.save = save  # type: ignore[assignment]
-
-    def __exit__(self, kind: type | None, *_: Any) -> bool:
-        checkpoints.save = self.original
-        assert kind is KeyboardInterrupt
-        return True
-
-
 @pytest.mark.slow
 def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_path: Path) -> None:
     """Three epochs and the end of the task, three times: each is a place to be interrupted at."""
@@ -218,7 +173,7 @@ def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_p
 @pytest.mark.slow
 def test_sigkill_at_three_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
     """Killed without warning, resumed as often as it takes: the same bits in the end."""
-    script = Path(__file__).with_name("small_run.py")
+    script = Path(__file__).parents[1] / "small_run.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(mambacl.__file__).parents[1])}
     rng = random.Random()  # other moments each time
 

@@ -11,7 +11,7 @@ from mambacl.errors import UserError
 from mambacl.nullspace import null_rank
 from mambacl.nullspace.ranks import as_spectrum, gaussian_filter
 
-GOLDENS = Path(__file__).parent / "goldens" / "mambacl_run"
+GOLDENS = Path(__file__).parents[1] / "goldens" / "mambacl_run"
 SPECTRA = dict(np.load(GOLDENS / "threshold_spectra.npz"))
 ROWS = [row for row in json.loads((GOLDENS / "threshold_table.json").read_text()) if row["name"] in SPECTRA]
 

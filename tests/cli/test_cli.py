@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cli_help import fails
 from small_run import CONFIG
 
 from mambacl.cli import COMMANDS, SPINS, main
@@ -18,15 +19,6 @@ def write_config(folder: Path) -> Path:
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
     return path
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The last line on standard error of a call that exits with 2; at most what was to be trained stands before it."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    *before, last = captured.err.strip().splitlines()
-    assert all(line.startswith("Training ") for line in before) and last.startswith("mambacl: ") and not captured.out
-    return last
 
 
 def test_threads_spin_for_a_moment_and_not_at_all_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mambacl.errors import UserError
 from mambacl.ops import available_backends, cpu, scan, scan_tokens, scan_torch, selective_scan
 
-GOLDEN = Path(__file__).parent / "goldens" / "selective_scan_ref"
+GOLDEN = Path(__file__).parents[1] / "goldens" / "selective_scan_ref"
 CASES = json.loads(GOLDEN.with_suffix(".json").read_text())["cases"]
 built = pytest.mark.skipif(cpu.library() is None, reason="the C++ kernel was not built at installation")
 FAST = ["torch", pytest.param("native", marks=built)]

@@ -10,7 +10,7 @@ from mambacl.errors import UserError
 from mambacl.paper import Quoted, paper_table, sources, table_names
 from mambacl.paper.quoted import FILE
 
-PAPER = Path(__file__).parents[2] / "shared" / "paper.txt"
+PAPER = Path(__file__).parents[3] / "shared" / "paper.txt"
 PROJECTIONS = ("W_delta", "W_C", "A", "W_B", "out")
 in_the_paper = pytest.mark.skipif(not PAPER.is_file(), reason=f"the paper's text is not at {PAPER}")
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from small_run import CONFIG
 from test_batched_ops import VECTORS
-from test_training import assert_same_run, interrupted_after
 from tolerance import assert_counts_alike
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
+from training_help import assert_same_run, interrupted_after
 
 import mambacl
 from mambacl.config import resolve

@@ -254,7 +254,7 @@ def test_a_hostile_cifar_pickle_does_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-OFFICIAL = Path(__file__).parents[2] / "shared" / "data" / "cifar100"
+OFFICIAL = Path(__file__).parents[3] / "shared" / "data" / "cifar100"
 
 
 @pytest.mark.skipif(not OFFICIAL.exists(), reason="the official CIFAR-100 files are not here")

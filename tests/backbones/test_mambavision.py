@@ -15,7 +15,7 @@ from mambacl.backbones import create_model, list_models, load_weights, mambavisi
 from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 GOLDEN = "mambavision_T_like"
 NOT_PASSED = ("family", "final_norm", "input_hw")
 MANIFESTS = {

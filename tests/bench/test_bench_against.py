@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import fails
+from cli_help import fails
 from torch import Tensor
 
 import mambacl.bench.against
@@ -26,7 +26,7 @@ from mambacl.errors import UserError
 CPU = torch.device("cpu")
 CLOCK = Clock(CPU, repeats=3, budget=0.01)
 PLAIN, GROUPED = Shape(2, 12, 9, 4), Shape(2, 12, 9, 1, groups=3)
-SOURCE = Path(__file__).parent.parent
+SOURCE = Path(__file__).parents[2]
 
 
 def reference(problem: Problem, changed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> Call:

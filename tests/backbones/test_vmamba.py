@@ -12,7 +12,7 @@ from tolerance import assert_near
 from mambacl.backbones import create_model, load_weights, vmamba
 from mambacl.errors import UserError
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 NOT_PASSED = ("family", "final_norm", "input_hw")  # entries of the golden's configuration that describe the recording
 PARAMETERS = {  # as published
     "vmamba_tiny_s2l5": 30_705_832,

@@ -81,7 +81,7 @@ def test_properties_of_any_matrix() -> None:
 
 
 def test_every_metric_has_a_formula_here_and_in_the_documentation() -> None:
-    words = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    words = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     for name, metric in METRICS.items():
         assert f"`{name}`" in words and name in FORMULAS
         assert re.search(r"mean_|sum_", metric.__doc__ or ""), name

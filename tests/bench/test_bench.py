@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_help import fails
 from conftest import TINY
 from kernels_help import DEVICE, kernels
 from small_run import CONFIG
-from test_cli import fails
 
 import mambacl.bench
 from mambacl.bench import PARTS, SHAPES, measure
