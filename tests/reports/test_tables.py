@@ -11,13 +11,13 @@ import yaml
 
 from mambacl.cli import main
 from mambacl.errors import UserError
-from mambacl.evaluation import all_metrics
 from mambacl.nullspace.settings import PAPER_KINDS
 from mambacl.paper import paper_table, table_names
-from mambacl.reports.paper_page import laid_out, long_csv, paper_page, write_paper_table
-from mambacl.reports.paper_table import Line, Names, benchmark_of, compare_with_paper, projections
+from mambacl.paper.comparison import Line, Names, benchmark_of, compare_with_paper, projections
+from mambacl.paper.page import laid_out, long_csv, paper_page, write_paper_table
 from mambacl.reports.rendering import to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord, load_run
+from mambacl.training.metrics import all_metrics
 
 LARGE = "defocus_mamba_large_22k"
 SEEDS = {0: 80, 1: 82, 2: 84}  # right images of each 100 on every task; 90 when just learned

@@ -54,9 +54,9 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _beside_the_paper(given: Any, records: list[Any]) -> int:
+    from mambacl.paper.comparison import Names, compare_with_paper
+    from mambacl.paper.page import laid_out, long_csv, write_paper_table
     from mambacl.reports.page import beside
-    from mambacl.reports.paper_page import laid_out, long_csv, write_paper_table
-    from mambacl.reports.paper_table import Names, compare_with_paper
     from mambacl.reports.rendering import to_latex, to_markdown, to_text
 
     chosen = {key: getattr(given, key) for key in ("accuracy", "forgetting") if getattr(given, key)}

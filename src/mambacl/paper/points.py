@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mambacl.paper.comparison import Names, benchmark_of, value_of
 from mambacl.paper.designs import DEPTH, NAMES, PRETRAINING, PlannedRun, paper_eta
 from mambacl.paper.losses import read_losses
 from mambacl.paper.quoted import paper_table
-from mambacl.reports.paper_table import Names, benchmark_of, figure
 from mambacl.reports.runs import RunRecord
 
 HEAD = ("figure", "source", "benchmark", "series", "x", "metric", "value", "std", "seeds")
@@ -52,7 +52,7 @@ def _final(found: Found) -> Values:
     for run, record in found:
         assert run.x is not None
         for metric in METRICS:
-            value = figure(record, metric, Names())
+            value = value_of(record, metric, Names())
             if value is not None:
                 values.setdefault((benchmark_of(record), run.series, run.x, metric), []).append((value, run.seed))
     return values

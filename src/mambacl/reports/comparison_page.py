@@ -22,7 +22,7 @@ from mambacl.reports.markup import (
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.run_page import Page, banner
 from mambacl.reports.runs import RunRecord
-from mambacl.reports.tables import FORMULAS, comparison_table, differences_table, one_decimal, progress_table
+from mambacl.reports.tables import comparison_table, differences_table, formula, one_decimal, progress_table
 
 
 def comparison_page(records: Sequence[RunRecord]) -> Page:
@@ -110,7 +110,7 @@ def _matrices(groups: Sequence[Group], pictures: list[Picture]) -> Section:
         in_words = ", ".join(f"{label} {one_decimal(value)}" for label, value in worst.items())
         alt = f"What each task lost by the end, a line a group. Means in points: {in_words}."
         pictures.append(Picture("forgetting.png", figures.png(figures.forgetting_curves(several)), alt))
-        parts.insert(0, pictures[-1].html() + note_list([FORMULAS["forgetting"]]))
+        parts.insert(0, pictures[-1].html() + note_list([formula("forgetting")]))
     return Section("matrices", "Task by task", "".join(parts) or "<p>No run has finished a task yet.</p>")
 
 

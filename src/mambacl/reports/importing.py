@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mambacl.errors import UserError
-from mambacl.evaluation import METRICS, OVER_IMAGES
-from mambacl.evaluation.metrics import mean
 from mambacl.reports.foreign_logs import reader_of
 from mambacl.reports.matrix_files import MatrixOf, read_csv, read_json
-from mambacl.reports.runs import SCHEMA, RunRecord
+from mambacl.reports.runs import RunRecord
+from mambacl.training.folder import SCHEMA
+from mambacl.training.metrics import list_metrics, mean
 
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".joblib")
 COUNTED = ("cifar100", "imagenet-r", "domainnet-s200", "domainnet-345")
@@ -69,7 +69,7 @@ def _record(path: Path, matrix: MatrixOf, method: str, benchmark: str, seed: int
     total = list(matrix.total or [1] * len(matrix.rows))
     correct = [[value * total[j] for j, value in enumerate(row)] for row in matrix.rows]
     metrics = {
-        name: metric(correct, total) for name, metric in METRICS.items() if matrix.total or name not in OVER_IMAGES
+        metric.name: metric.function(correct, total) for metric in list_metrics() if matrix.total or metric.needs == "R"
     }
     if matrix.over_images:
         metrics["final_accuracy_images"] = matrix.over_images[-1]

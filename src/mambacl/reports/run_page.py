@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mambacl.evaluation import SCENARIOS
 from mambacl.reports import audits, figures, spectra_figures
-from mambacl.reports.families import spectrum_families
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.markup import (
     Picture,
@@ -29,7 +27,9 @@ from mambacl.reports.markup import (
 )
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
-from mambacl.reports.tables import FORMULAS, comparison_table, metrics_table, one_decimal
+from mambacl.reports.spectra import spectra_by_feature
+from mambacl.reports.tables import comparison_table, formula, metrics_table, one_decimal
+from mambacl.scenarios import SCENARIOS
 
 OPEN_MATRIX = 12  # tasks up to which the table of numbers is unfolded from the start
 
@@ -81,15 +81,15 @@ def _headline(record: RunRecord) -> list[tuple[str, Value | str | None, str]]:
     so_far = "" if record.finished else " so far"
     over = record.headline
     if record.finished:
-        first = ("Final accuracy", record.metric(f"final_accuracy_{over}"), FORMULAS[f"final_accuracy_{over}"])
+        first = ("Final accuracy", record.metric(f"final_accuracy_{over}"), formula(f"final_accuracy_{over}"))
     else:
         label = f"Accuracy after {record.tasks_done} of {len(record.tasks)} tasks"
         first = (label, float(record.after_each_task(over)[-1]), f"accuracy: mean over the {over} seen")
     names = ("forgetting", "learning_accuracy", "average_incremental_accuracy")
-    rest = [(name.replace("_", " ").capitalize() + so_far, record.metric(name), FORMULAS[name]) for name in names]
+    rest = [(name.replace("_", " ").capitalize() + so_far, record.metric(name), formula(name)) for name in names]
     return [
-        (label, None if value is None or not np.isfinite(value) else Value(100 * value), formula.partition(": ")[2])
-        for label, value, formula in (first, *rest)
+        (label, None if value is None or not np.isfinite(value) else Value(100 * value), words.partition(": ")[2])
+        for label, value, words in (first, *rest)
     ]
 
 
@@ -128,7 +128,7 @@ def _accuracy(record: RunRecord) -> tuple[list[Section], list[Picture]]:
         )
         picture = Picture("forgetting.png", figures.png(figures.forgetting_by_task(record)), alt)
         lead = "The gap between the best accuracy before the last task and the accuracy after it, task by task."
-        sections.append(Section("forgetting", "Forgetting", picture.html() + note_list([FORMULAS["forgetting"]]), lead))
+        sections.append(Section("forgetting", "Forgetting", picture.html() + note_list([formula("forgetting")]), lead))
         pictures.append(picture)
     return sections, pictures
 
@@ -151,7 +151,7 @@ def _training(record: RunRecord) -> tuple[list[Section], list[Picture]]:
 
 
 def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
-    families = spectrum_families(record)
+    families = spectra_by_feature(record)
     if not families or record.spectra_task is None:
         return [], []
     counts = ", ".join(f"{family.title}: {_mean_share(family.spectra):.0f} per cent" for family in families)

@@ -7,14 +7,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from mambacl.reports.families import Family
 from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, legend_below, styled
+from mambacl.reports.spectra import FeatureSpectra
 
 FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
 
 
 @styled
-def spectra(family: Family) -> Figure:
+def spectra(family: FeatureSpectra) -> Figure:
     """Small multiples, one a block: eigenvalues relative to the largest, with the null directions shaded."""
     count = len(family.spectra)
     columns = min(count, 8 if count > 24 else 6 if count > 8 else 4)
@@ -83,7 +83,7 @@ def _number_directions(axes: Any, size: int, early: bool) -> None:
 
 
 @styled
-def protected_directions(families: Sequence[Family]) -> Figure:
+def protected_directions(families: Sequence[FeatureSpectra]) -> Figure:
     """How many directions each block protects, on a logarithmic scale: the rest is room to learn in."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()

@@ -5,13 +5,14 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from mambacl.paper import Quoted, sources
+from mambacl.paper.comparison import Comparison, Key, Line
+from mambacl.paper.quoted import Quoted, sources
 from mambacl.reports.groups import Value, departures
 from mambacl.reports.markup import Section, copyable, document, escaped, facts, table_html
 from mambacl.reports.page import write_files
-from mambacl.reports.paper_table import Comparison, Key, Line
 from mambacl.reports.rendering import to_latex, to_markdown
-from mambacl.reports.tables import FORMULAS, Cell, Column, Table
+from mambacl.reports.tables import Cell, Column, Table
+from mambacl.training.metrics import METRICS
 
 UNITS = {
     "accuracy": "per cent",
@@ -110,7 +111,7 @@ def _notes(comparison: Comparison) -> list[str]:
     notes += _backbones(comparison)
     notes += _departures(comparison)
     every = [run for line in lines for run in line.runs]
-    tools = dict.fromkeys(str(run.results["imported"]) for run in every if "imported" in run.results)
+    tools = dict.fromkeys(run.imported for run in every if run.imported)
     if tools:
         notes.append(
             f"imported from {', '.join(tools)}: on the split, class order and backbone of whoever made the file"
@@ -134,7 +135,7 @@ def _backbones(comparison: Comparison) -> list[str]:
     random: list[str] = []
     for line in comparison.lines:
         for run in line.runs:
-            if "imported" in run.results or line.row is None:
+            if run.imported or line.row is None:
                 continue
             if table.backbone and run.backbone != table.backbone and line.name not in used.setdefault(run.backbone, []):
                 used[run.backbone].append(line.name)
@@ -153,7 +154,7 @@ def _departures(comparison: Comparison) -> list[str]:
     used: dict[str, list[str]] = {}
     for line in comparison.lines:
         for run in line.runs:
-            words = "" if "imported" in run.results or line.row is None else ", ".join(departures(run))
+            words = "" if run.imported or line.row is None else ", ".join(departures(run))
             if words and line.name not in used.setdefault(words, []):
                 used[words].append(line.name)
     return [f"{_from_to(names)}: ours not trained as the paper says: {words}" for words, names in used.items()]
@@ -175,7 +176,7 @@ def _where_from(comparison: Comparison) -> list[str]:
 
 
 def _formula(metric: str) -> str:
-    return f"{metric}: {FORMULAS[metric].partition(': ')[2]}"
+    return f"{metric}: {METRICS.get(metric).meaning}"
 
 
 def _ours(line: Line, key: Key) -> Cell:

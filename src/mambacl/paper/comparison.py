@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mambacl.errors import UserError
-from mambacl.evaluation import METRICS
 from mambacl.methods import METHODS
 from mambacl.nullspace.settings import PAPER_KINDS
-from mambacl.paper import PaperTable, Quoted, Row, paper_table
-from mambacl.registry import did_you_mean
+from mambacl.paper.quoted import PaperTable, Quoted, Row, paper_table
+from mambacl.reports.costs import cost
 from mambacl.reports.groups import Group, Value, group_runs
-from mambacl.reports.measured import cost
 from mambacl.reports.runs import RunRecord
+from mambacl.training.metrics import METRICS
 
 CLASSES = {"cifar100": 100, "imagenet-r": 200, "domainnet-s200": 200}
 """in each of the paper's data sets"""
@@ -35,10 +33,7 @@ class Names:
 
     def __post_init__(self) -> None:
         for name in (self.accuracy, self.forgetting):
-            if name not in METRICS:
-                raise UserError(
-                    f"There is no metric '{name}'.{did_you_mean(name, METRICS)} Known: {', '.join(METRICS)}."
-                )
+            METRICS.check(name)
 
 
 @dataclass
@@ -70,7 +65,7 @@ class Line:
     @property
     def state(self) -> str:
         """Whose figures are there, in words."""
-        tools = list(dict.fromkeys(str(run.results["imported"]) for run in self.runs if "imported" in run.results))
+        tools = list(dict.fromkeys(run.imported for run in self.runs if run.imported))
         if self.runs:
             seeds = ", ".join(dict.fromkeys(str(run.seed) for run in self.runs))
             return f"{'imported: ' + ', '.join(tools) + ', ' if tools else ''}seeds {seeds}"
@@ -141,7 +136,7 @@ def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
 
 def matches(row: Row, run: RunRecord) -> bool:
     """Whether a run's figures belong in a row of the paper; those of other tools do by the method's name."""
-    if "imported" in run.results:
+    if run.imported:
         return _plain(run.method) == _plain(row.method)
     if row.run is None:
         return False
@@ -176,7 +171,7 @@ def benchmark_of(run: RunRecord) -> str:
     """The data set and the number of tasks, with whatever sets the run apart from the paper's benchmark."""
     stream = run.config.get("stream")
     dataset = stream.get("dataset") if isinstance(stream, Mapping) else None
-    if not isinstance(stream, Mapping) or dataset not in CLASSES or "imported" in run.results:
+    if not isinstance(stream, Mapping) or dataset not in CLASSES or run.imported:
         return run.benchmark
     sizes = [len(task) for task in run.tasks]
     name = f"{dataset}-{len(sizes)}"
@@ -195,12 +190,10 @@ def benchmark_of(run: RunRecord) -> str:
     return name
 
 
-def figure(run: RunRecord, metric: str, names: Names) -> float | None:
+def value_of(run: RunRecord, metric: str, names: Names) -> float | None:
     """A run's figure in the unit of the paper's column; None where a run does not have it."""
     if metric in ("accuracy", "forgetting"):
         value = run.metric(getattr(names, metric))
-        if value is None and "imported" not in run.results and all(run.results["total"]):
-            value = METRICS[getattr(names, metric)](run.results["correct"], run.results["total"])
         return None if value is None else 100 * value
     return cost(run, metric)
 
@@ -222,7 +215,7 @@ def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTa
                 line.runs += group.runs
                 for metric in (*table.metrics, *table.own):
                     of = str(row.run.get("metric", metric)) if row and row.run else metric
-                    value = _summary(group, lambda run, of=of: figure(run, of, names))  # type: ignore[misc]
+                    value = _summary(group, lambda run, of=of: value_of(run, of, names))  # type: ignore[misc]
                     if value is not None:
                         line.ours[benchmark, metric] = value
     return list(lines.values())
