@@ -4,7 +4,7 @@ A benchmark is known by its data set and its tasks, not by the name of the run's
 classes or tasks than the paper's gets a column of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from mambacl.methods import METHODS
 from mambacl.nullspace.settings import PAPER_KINDS
 from mambacl.paper.quoted import PaperTable, Quoted, Row, paper_table
 from mambacl.reports.costs import cost
-from mambacl.reports.groups import Group, Value, group_runs
+from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.runs import RunRecord
 from mambacl.training.metrics import METRICS
 
@@ -124,12 +124,12 @@ def _derive(table: PaperTable, lines: Sequence[Line]) -> None:
                 line.ours[key] = Value(after[key].mean - before[key].mean)
                 line.shares[key] = line.ours[key].mean / before[key].mean if before[key].mean else 0.0
         elif row is not None and row.run is not None and "metric" in row.run:
-            whole = _only(lines, "mamba-cl")
-            line.shares |= {key: value.mean / whole[key].mean for key, value in line.ours.items() if key in whole}
+            total = _only(lines, "mamba-cl")
+            line.shares |= {key: value.mean / total[key].mean for key, value in line.ours.items() if key in total}
 
 
 def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
-    """The figures of the one whole row of a method; nothing where there are several, which differ by more."""
+    """The figures of the one row of a method alone; nothing where there are several, which differ by more."""
     found = [line for line in lines if line.row and line.row.run and dict(line.row.run) == {"method": method}]
     return found[0].ours if len(found) == 1 else {}
 
@@ -215,18 +215,10 @@ def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTa
                 line.runs += group.runs
                 for metric in (*table.metrics, *table.own):
                     of = str(row.run.get("metric", metric)) if row and row.run else metric
-                    value = _summary(group, lambda run, of=of: value_of(run, of, names))  # type: ignore[misc]
+                    value = group.summary(lambda run, of=of: value_of(run, of, names), scale=1.0)  # type: ignore[misc]
                     if value is not None:
                         line.ours[benchmark, metric] = value
     return list(lines.values())
-
-
-def _summary(group: Group, of: Callable[[RunRecord], float | None]) -> Value | None:
-    values = [of(run) for run in group.runs]
-    known = [value for value in values if value is not None and np.isfinite(value)]
-    if len(known) < len(values) or not known:
-        return None
-    return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
 
 
 def _kind(run: RunRecord) -> tuple[str, str, str]:

@@ -18,10 +18,19 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Value:
-    """A figure in per cent: the mean over seeds and, from two seeds on, their sample standard deviation."""
+    """A figure, in per cent unless its table says otherwise: the mean over seeds and, from two seeds on, their sample
+    standard deviation."""
 
     mean: float
     std: float | None = None
+
+
+def mean_and_deviation(values: Sequence[float | None], scale: float = 1.0) -> Value | None:
+    """None where one of them is missing."""
+    known = [scale * value for value in values if value is not None and np.isfinite(value)]
+    if not known or len(known) < len(values):
+        return None
+    return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,9 @@ class Group:
         """A figure of finished runs; before the end it would stand beside final figures and mean something else."""
         return self.summary(lambda run: run.metric(name)) if self.finished else None
 
-    def summary(self, of: Callable[[RunRecord], float | None]) -> Value | None:
-        values = [of(run) for run in self.runs]
-        known = [100 * value for value in values if value is not None and np.isfinite(value)]
-        if len(known) < len(values):
-            return None
-        return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
+    def summary(self, of: Callable[[RunRecord], float | None], scale: float = 100.0) -> Value | None:
+        """Of what each run has, times `scale`."""
+        return mean_and_deviation([of(run) for run in self.runs], scale)
 
     def after_each_task(self, over: str) -> tuple[Floats, Floats | None]:
         """Accuracy in per cent after each task: mean over the seeds and, from two on, sample standard deviation."""
