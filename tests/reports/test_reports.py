@@ -226,7 +226,7 @@ def test_the_page_of_a_run(tmp_path, space_state):
     assert path == folder / "report.html"
     page, html = checked(path)
     words = "".join(page.words)
-    assert HOSTILE in words and "<script>alert(1)</script>" in words and "evil.example/x.png&quot;" in html
+    assert HOSTILE in words and "<script>alert(1)</script>" in words and "evil.example/x.png&#34;" in html
     final = 100 * np.mean([0.87, 0.89, 0.91, 0.93, 0.95])
     for expected in (f"{final:.1f}", "321 images per second", "3.0 GiB", "1 min 40 s", "abc123", "2.11.0", "headline"):
         assert expected in words, expected

@@ -10,13 +10,14 @@ from mambacl.paper.losses import read_losses
 from mambacl.paper.points import Point, points, to_csv
 from mambacl.reports.figures import png
 from mambacl.reports.groups import departures
-from mambacl.reports.markup import Picture, Section, copyable, document, escaped, table_html
 from mambacl.reports.page import write_files
 from mambacl.reports.paper_page import laid_out, write_paper_table
 from mambacl.reports.paper_table import compare_with_paper
 from mambacl.reports.rendering import to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
+from mambacl.reports.templating import Picture
+from mambacl.reports.templating import render as render_page
 
 
 def render(name: str, found: Sequence[tuple[PlannedRun, RunRecord]], target: Path, scale: str) -> tuple[str, Path]:
@@ -53,13 +54,9 @@ def nano_notes(name: str, found: Sequence[tuple[PlannedRun, RunRecord]]) -> list
 
 
 def figure_page(name: str, table: Table, picture: bytes) -> str:
-    shown = Picture(f"paper-{name}.png", picture, f"{TITLES[name]}; the table below has the numbers.")
-    sections = [
-        Section("figure", "Figure", shown.html()),
-        Section("table", "Numbers", table_html(table) + copyable("Markdown", to_markdown(table))),
-    ]
-    title = f"{TITLES[name]}: ours and the paper's"
-    return document(title, f"<h1>{escaped(title)}</h1>", sections)
+    figure = Picture(f"paper-{name}.png", picture)
+    markdown = to_markdown(table)
+    return render_page("paper_figure.html", title=TITLES[name], figure=figure, numbers=table, markdown=markdown).html
 
 
 def figure_table(

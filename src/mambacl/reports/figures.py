@@ -181,7 +181,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     matrix = 100 * record.accuracies()
     done = len(matrix)
     figure, (axes,) = frame(7.2, 3.9)
-    numbers = np.arange(1, done + 1)
+    numbers = _numbers(matrix)
     now = matrix[-1]
     best = np.array([*(np.max(matrix[j:-1, j]) for j in range(done - 1)), np.nan])
     size = float(np.clip(260 / max(done, 1), 9, 44))
@@ -323,9 +323,9 @@ def _signed(value: float) -> str:
     return words if value <= 0 or words == "0.0" else f"+{words}"
 
 
-def shade_range(matrix: Floats) -> tuple[float, float]:
+def shade_range(accuracies: Floats) -> tuple[float, float]:
     """The accuracies that get the lightest and the darkest shade: whole tens, so that tables can be compared."""
-    known = matrix[np.isfinite(matrix)]
+    known = accuracies[np.isfinite(accuracies)]
     low = float(np.floor(known.min() / 10) * 10) if len(known) else 0.0
     return min(low, 90.0), 100.0
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mambacl.errors import UserError
-from mambacl.reports.comparison_page import comparison_page
 from mambacl.reports.rendering import to_csv, to_latex, to_markdown
-from mambacl.reports.run_page import run_page
 from mambacl.reports.runs import RunRecord, load_run
 from mambacl.reports.tables import comparison_table
 from mambacl.tensorfile import write_bytes
@@ -28,12 +26,16 @@ def write_report(
     different = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not different and not imported:
         raise UserError("A report needs at least one run folder, as in mambacl report runs/<preset>-<method>-0.")
+    # Not before there is something to draw: matplotlib takes most of a second to load.
+    from mambacl.reports.comparison_page import comparison_page
+    from mambacl.reports.run_page import run_page
+
     records = [*(load_run(folder) for folder in different), *imported]
     alone = len(records) == 1 and not imported
     target = Path(out) if out is not None else different[0] if alone else beside([r.folder for r in records])
     page = run_page(records[0]) if alone else comparison_page(records)
     table = comparison_table(records)
-    files = {f"figures/{picture.name}": picture.data for picture in page.pictures}
+    files = {f"figures/{picture.name}": picture.png for picture in page.pictures}
     files |= {
         "table.md": to_markdown(table).encode(),
         "table.tex": to_latex(table).encode(),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from mambacl.paper import Quoted, sources
 from mambacl.reports.groups import Value, departures
-from mambacl.reports.markup import Section, copyable, document, escaped, facts, table_html
 from mambacl.reports.page import write_files
 from mambacl.reports.paper_table import Comparison, Key, Line
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.tables import FORMULAS, Cell, Column, Table
+from mambacl.reports.templating import render
 
 UNITS = {
     "accuracy": "per cent",
@@ -79,11 +79,15 @@ def long_csv(comparison: Comparison) -> str:
 
 def paper_page(comparison: Comparison) -> str:
     table = laid_out(comparison)
-    title = f"{comparison.table.title}: ours and the paper's"
-    entries: list[tuple[str, object]] = [("table", comparison.table.name)]
-    entries += [("runs", len({run.folder for line in comparison.lines for run in line.runs}))]
-    body = table_html(table) + copyable("Markdown", to_markdown(table)) + copyable("LaTeX", to_latex(table))
-    return document(title, f"<h1>{escaped(title)}</h1>{facts(entries)}", [Section("table", "Results", body)])
+    return render(
+        "paper_table.html",
+        title=comparison.table.title,
+        name=comparison.table.name,
+        runs=len({run.folder for line in comparison.lines for run in line.runs}),
+        results=table,
+        markdown=to_markdown(table),
+        latex=to_latex(table),
+    ).html
 
 
 def write_paper_table(comparison: Comparison, target: Path) -> Path:

@@ -1,4 +1,4 @@
-"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `markup`."""
+"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `templates`."""
 
 import csv
 import io

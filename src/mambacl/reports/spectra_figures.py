@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.typing import ArrayLike
 
 from mambacl.reports.families import Family
 from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_below, styled
@@ -31,14 +32,14 @@ class Panel:
     """the eigenvalue at the bottom"""
     log_x: bool
 
-    def x(self, direction: Floats | float) -> Floats:
+    def x(self, direction: ArrayLike) -> Floats:
         low, high = (0.9 if self.log_x else 0.5), self.size + 0.5
         place = np.asarray(direction, dtype=np.float64)
         if self.log_x:
             low, high, place = np.log(low), np.log(high), np.log(np.maximum(place, low))
         return self.left + self.width * (place - low) / (high - low)
 
-    def y(self, value: Floats | float) -> Floats:
+    def y(self, value: ArrayLike) -> Floats:
         low, high = np.log(self.lowest), np.log(3.0)
         return self.bottom + self.height * (np.log(value) - low) / (high - low)
 
