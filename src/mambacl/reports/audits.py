@@ -14,7 +14,7 @@ from mambacl.reports.runs import Floats
 from mambacl.reports.tables import Column, Table
 
 Audit = Mapping[str, Any]  # audit.json
-LEAST = 1e-8  # relative changes below the resolution of float32 are drawn alike
+RESOLUTION = 1e-8  # relative changes below the resolution of float32 are drawn alike
 
 
 def drift_table(audit: Audit, task: int | None = None) -> Table:
@@ -72,15 +72,15 @@ def drift_map(audit: Audit) -> Figure:
         for quantity in QUANTITIES
     }
     everything = np.concatenate([values.ravel() for values in found.values()])
-    high = max(float(np.nanmax(everything, initial=LEAST)), 10 * LEAST)
-    low = max(float(np.nanmin(np.where(everything > 0, everything, np.nan), initial=high)), LEAST)
+    high = max(float(np.nanmax(everything, initial=RESOLUTION)), 10 * RESOLUTION)
+    low = max(float(np.nanmin(np.where(everything > 0, everything, np.nan), initial=high)), RESOLUTION)
     low = min(low, high / 10)
     for axes, (quantity, title) in zip(grid, QUANTITIES.items(), strict=True):
         values = np.ma.masked_invalid(np.maximum(found[quantity], low))
         image = axes.imshow(values, cmap=BLUES, norm=LogNorm(low, high), aspect="auto", interpolation="nearest")
         axes.set_title(title, fontsize=9.5, pad=3)
         axes.set_yticks(range(len(tasks)), [str(entry["task"] + 1) for entry in tasks])
-        _quiet(axes)
+        _hide_frame(axes)
     _number_blocks(grid[-1], blocks)
     figure.supylabel("task whose images were kept", fontsize=9, x=0.012)
     figure.colorbar(image, ax=grid, shrink=0.6, pad=0.02, aspect=30).set_label("relative change", fontsize=9)
@@ -107,7 +107,7 @@ def updates_map(audit: Audit) -> Figure:
         image = axes.imshow(np.ma.masked_invalid(values), cmap=BLUES, vmin=0, vmax=100, aspect="auto")
         axes.set_title(title, fontsize=9.5, pad=3)
         axes.set_yticks(range(len(kinds)), kinds)
-        _quiet(axes)
+        _hide_frame(axes)
     _number_blocks(grid[-1], blocks)
     figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02, aspect=30).set_label("per cent", fontsize=9)
     _title(figure, f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks")
@@ -127,7 +127,7 @@ def _title(figure: Figure, words: str) -> None:
     figure.text(0.02, 1 - 0.14 / figure.get_figheight(), words, fontsize=11.5, fontweight="bold", va="top")
 
 
-def _quiet(axes: Any) -> None:
+def _hide_frame(axes: Any) -> None:
     axes.grid(False)
     axes.tick_params(length=0, labelsize=8.5)
     axes.spines[["left", "bottom"]].set_visible(False)

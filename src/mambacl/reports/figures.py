@@ -34,7 +34,7 @@ INK, QUIET, FAINT = "#22272e", "#6b7480", "#d9dee4"
 BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b83bd", "#08406e"])
 DPI = 150
 LONGEST_LABEL = 60
-MOST_NUMBERS = 12  # tasks up to which each cell or point carries its number
+MAX_NUMBERED_TASKS = 12  # tasks up to which each cell or point carries its number
 LEGEND_ROW = 0.24  # inches
 STYLE: Any = {  # untyped: not every release of matplotlib knows the same keys
     "figure.dpi": DPI,
@@ -101,16 +101,16 @@ def png(figure: Figure) -> bytes:
 
 
 def frame(
-    width: float, height: float, rows: int = 1, *, left: float = 0.72, right: float = 0.2, bottom: float = 0.58,
-    top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, sharex: bool = False,
+    width: float, height: float, rows: int = 1, *, left: float = 0.72, right: float = 0.2, bottom: float = 0.54,
+    top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, **shared: bool,
 ) -> tuple[Figure, list[Any]]:  # fmt: skip
     """A figure and its axes, row by row. Sizes are inches; what lies between axes is a share of their own size."""
     figure = Figure(figsize=(width, height))
     sides = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
     figure.subplots_adjust(**sides, hspace=hspace, wspace=wspace)
-    grid = list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).ravel())
+    grid = list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())
     for axes in grid:  # labels have fixed places too: otherwise every number on the axis is measured to find them
-        axes.xaxis.set_label_coords(0.5, 0, axes.transAxes + ScaledTranslation(0, -0.39, figure.dpi_scale_trans))
+        axes.xaxis.set_label_coords(0.5, 0, axes.transAxes + ScaledTranslation(0, -0.31, figure.dpi_scale_trans))
         axes.yaxis.set_label_coords(0, 0.5, axes.transAxes + ScaledTranslation(-0.5, 0, figure.dpi_scale_trans))
     return figure, grid
 
@@ -120,7 +120,7 @@ def accuracy_matrix(record: RunRecord) -> Figure:
     """R[t, j] as a heat map: a row for each task learned, a column for each task tested."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
-    numbered = done <= MOST_NUMBERS  # cells that carry numbers need no key to their colours
+    numbered = done <= MAX_NUMBERED_TASKS  # cells that carry numbers need no key to their colours
     side = float(np.clip(2.6 + 0.36 * done, 4.4, 7.0))
     figure, (axes,) = frame(side + (0.2 if numbered else 0.9), side)
     low, high = shade_range(matrix)
@@ -158,13 +158,15 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
     longest = max((len(mean) for _, mean, _ in drawn), default=0)
     if alone:
         newest = 100 * np.diag(groups[0].first.accuracies())
-        axes.plot(_numbers(newest), newest, color=QUIET, linestyle=(0, (4, 2)), linewidth=1.4, label="the newest task")
+        axes.plot(
+            _task_numbers(newest), newest, color=QUIET, linestyle=(0, (4, 2)), linewidth=1.4, label="the newest task"
+        )
     for i, (group, mean, std) in enumerate(drawn):
-        _curve(axes, i, mean, std, "all tasks seen" if alone else name_of(group), marked=longest <= 25)
-    if alone and 0 < longest <= MOST_NUMBERS:
+        _curve(axes, i, mean, std, "all tasks seen" if alone else label_of(group), marked=longest <= 25)
+    if alone and 0 < longest <= MAX_NUMBERED_TASKS:
         mean = drawn[0][1]
         ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}  # legible over the other line
-        write_beside(axes, _numbers(mean), mean, [one_decimal(y) for y in mean], -14, zorder=5, bbox=ground)
+        write_at(axes, _task_numbers(mean), mean, [one_decimal(y) for y in mean], -14, zorder=5, bbox=ground)
     _number_tasks(axes.xaxis, longest, first=1)
     axes.margins(x=0.03, y=0.12)
     axes.set_ylim(top=min(axes.get_ylim()[1], 101.5))
@@ -181,7 +183,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     matrix = 100 * record.accuracies()
     done = len(matrix)
     figure, (axes,) = frame(7.2, 3.9)
-    numbers = _numbers(matrix)
+    numbers = _task_numbers(matrix)
     now = matrix[-1]
     best = np.array([*(np.max(matrix[j:-1, j]) for j in range(done - 1)), np.nan])
     size = float(np.clip(260 / max(done, 1), 9, 44))
@@ -191,10 +193,10 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     hollow = {"facecolor": "white", "edgecolor": COLOURS[1], "linewidth": 1.4}
     axes.scatter(numbers, best, s=size, zorder=3, **hollow)
     axes.scatter(numbers, now, s=size, color=COLOURS[0], marker="s", zorder=3)
-    if done <= MOST_NUMBERS:
+    if done <= MAX_NUMBERED_TASKS:
         losses = (best - now)[:-1]
         words = [_signed(-loss) if np.isfinite(loss) else "" for loss in losses]
-        write_beside(axes, numbers[:-1], np.fmax(best, now)[:-1], words, 7)
+        write_at(axes, numbers[:-1], np.fmax(best, now)[:-1], words, 7)
     axes.scatter([], [], s=40, label="best before the last task", **hollow)  # the legend's, in a readable size
     axes.scatter([], [], s=40, color=COLOURS[0], marker="s", label="after the last task")
     _number_tasks(axes.xaxis, done, first=1)
@@ -213,7 +215,7 @@ def forgetting_curves(groups: Sequence[Group]) -> Figure:
     for i, group in enumerate(groups):
         losses = 100 * np.stack([run.forgetting_by_task() for run in group.runs])  # (seeds, tasks - 1)
         std = losses.std(axis=0, ddof=1) if len(losses) > 1 else None
-        _curve(axes, i, losses.mean(axis=0), std, name_of(group), marked=losses.shape[1] <= 25)
+        _curve(axes, i, losses.mean(axis=0), std, label_of(group), marked=losses.shape[1] <= 25)
     axes.axhline(0, color=QUIET, linewidth=1)
     _number_tasks(axes.xaxis, max((group.first.tasks_done - 1 for group in groups), default=0), first=1)
     axes.set(xlabel="task", ylabel="forgetting (points)")
@@ -227,9 +229,10 @@ def final_figures(groups: Sequence[Group]) -> Figure:
     """Final accuracy and forgetting of finished groups: mean, deviation, and each seed as a dot."""
     finished = [(i, group) for i, group in enumerate(groups) if group.finished]
     headline = common_headline(run for _, group in finished for run in group.runs)
-    size = (9.6, 1.3 + 0.5 * max(len(finished), 1))
-    figure = Figure(figsize=size, layout="constrained")  # names may be long: the margin has to be measured
-    left, right = figure.subplots(1, 2, sharey=True)
+    labels = [label_of(group) for _, group in finished]
+    margin = 0.3 + 0.085 * max(map(len, labels), default=0)  # names may be long
+    height = 1.3 + 0.5 * max(len(finished), 1)
+    figure, (left, right) = frame(7.2 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
     names = (
         (left, f"final_accuracy_{headline}", "Final accuracy (%), higher is better"),
         (right, "forgetting", "Forgetting (points), lower is better"),
@@ -246,14 +249,14 @@ def final_figures(groups: Sequence[Group]) -> Figure:
             if value.std is not None:
                 seeds = [100 * (run.metric(name) or 0.0) for run in group.runs]
                 axes.plot(seeds, [row + 0.2] * len(seeds), "o", color=colour, alpha=0.55, markersize=3.2)
-            write_beside(axes, [value.mean], [row], [one_decimal(value.mean)], 8, fontsize=9.5)
+            write_at(axes, [value.mean], [row], [one_decimal(value.mean)], 8, fontsize=9.5)
         axes.set_title(title, fontsize=10.5)
         axes.set_ylim(len(finished) - 0.45, -0.75)
         axes.margins(x=0.12)
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-    left.set_yticks(range(len(finished)), [name_of(group) for _, group in finished])
+    left.set_yticks(range(len(finished)), labels)
     return figure
 
 
@@ -284,10 +287,10 @@ def training_curves(record: RunRecord) -> Figure:
         axes.grid(axis="x", visible=False)
         axes.set_ylim(0, 1.05 * float(np.nanmax(values, initial=0)) or 1)
     if len(starts) <= 20:
-        prefix = "task " if len(starts) <= MOST_NUMBERS else ""
+        prefix = "task " if len(starts) <= MAX_NUMBERED_TASKS else ""
         words = [f"{prefix}{epochs[start]['task'] + 1}" for start in starts]
         middles = [(a + b + 1) / 2 for a, b in bounds]
-        write_beside(
+        write_at(
             grid[0], middles, [1.0] * len(starts), words, 4, base=grid[0].get_xaxis_transform(), fontsize=8, color=QUIET
         )
     grid[0].set_title("Training, task by task", pad=20)
@@ -296,11 +299,11 @@ def training_curves(record: RunRecord) -> Figure:
     return figure
 
 
-def write_beside(
+def write_at(
     axes: Any, x: Sequence[float] | Floats, y: Sequence[float] | Floats, words: Sequence[str], points: float,
     base: Any = None, **style: Any,
 ) -> None:  # fmt: skip
-    """Words so many points above each place, or below it; `base` instead of the axes' own coordinates."""
+    """Words at each place, moved up by `points` or, if negative, down; `base` replaces the axes' coordinates."""
     up = ScaledTranslation(0, points / 72, axes.figure.dpi_scale_trans)
     place = (axes.transData if base is None else base) + up
     aligned = "bottom" if points > 0 else "baseline"
@@ -312,9 +315,9 @@ def _curve(axes: Any, i: int, mean: Floats, std: Floats | None, label: str, mark
     """The i-th line of a figure, with a band of one deviation."""
     colour, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i // len(COLOURS) % len(LINE_STYLES)]
     marker = MARKERS[i % len(MARKERS)] if marked else None
-    axes.plot(_numbers(mean), mean, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
+    axes.plot(_task_numbers(mean), mean, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
     if std is not None:
-        axes.fill_between(_numbers(mean), mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
+        axes.fill_between(_task_numbers(mean), mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
 
 
 def _signed(value: float) -> str:
@@ -330,7 +333,7 @@ def shade_range(accuracies: Floats) -> tuple[float, float]:
     return min(low, 90.0), 100.0
 
 
-def name_of(group: Group) -> str:
+def label_of(group: Group) -> str:
     """A group's label as plain text on one line: matplotlib takes dollar signs for formulas, and leaves out of a
     legend what begins with an underscore."""
     label = " ".join(group.label.split()) + (f" ({group.progress})" if group.progress else "")
@@ -338,7 +341,7 @@ def name_of(group: Group) -> str:
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
-def _numbers(values: Floats) -> Floats:
+def _task_numbers(values: Floats) -> Floats:
     return np.arange(1, len(values) + 1, dtype=np.float64)
 
 
@@ -347,7 +350,7 @@ def _number_tasks(axis: Any, done: int, first: int = 0) -> None:
 
     `first`: where the first task is on the axis.
     """
-    step = next((step for step in (1, 5, 10, 20, 50, 100) if done <= MOST_NUMBERS * step), 200)
+    step = next((step for step in (1, 5, 10, 20, 50, 100) if done <= MAX_NUMBERED_TASKS * step), 200)
     numbers = [number for number in range(1, done + 1) if number == 1 or number % step == 0]
     axis.set_ticks([number - 1 + first for number in numbers], [str(number) for number in numbers])
 

@@ -14,7 +14,7 @@ from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_
 from mambacl.reports.runs import Floats
 
 FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
-MOST_POINTS = 240  # of a curve: a panel is no more pixels wide
+MAX_POINTS = 240  # of a curve: a panel is no more pixels wide
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -46,8 +46,8 @@ class Panel:
     def curve(self, values: Floats) -> Floats:
         """The spectrum as points of the figure, (points, 2); of a long one, as many as can be seen."""
         count = len(values)
-        steps = np.geomspace(1, count, MOST_POINTS) if self.log_x else np.linspace(1, count, MOST_POINTS)
-        shown = np.unique(np.round(steps).astype(int)) if count > MOST_POINTS else np.arange(1, count + 1)
+        steps = np.geomspace(1, count, MAX_POINTS) if self.log_x else np.linspace(1, count, MAX_POINTS)
+        shown = np.unique(np.round(steps).astype(int)) if count > MAX_POINTS else np.arange(1, count + 1)
         return np.column_stack([self.x(shown), self.y(values[shown - 1])])
 
     def directions(self) -> list[int]:

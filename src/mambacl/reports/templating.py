@@ -21,7 +21,7 @@ from mambacl.reports.tables import FORMULAS, MINUS, MISSING, one_decimal
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as it is written to `figures/` and embedded in the page."""
+    """A figure, for a file in `figures/` and for the page."""
 
     name: str
     png: bytes
