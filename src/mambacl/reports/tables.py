@@ -9,7 +9,7 @@ import numpy as np
 from mambacl.reports.groups import Group, Value, common_headline, differing_options, experiment, group_runs
 from mambacl.reports.runs import RunRecord
 from mambacl.scenarios import SCENARIOS
-from mambacl.training.metrics import METRICS, list_metrics, table_metrics
+from mambacl.training.metrics import list_metrics, table_metrics
 
 Cell = str | Value | None
 MOST_TASK_COLUMNS = 10
@@ -110,11 +110,6 @@ def differences_table(groups: Sequence[Group]) -> Table:
     rows = tuple((key, *(config.get(key) for config in configs)) for key in differing_options(firsts))
     columns = (Column("setting", text=True), *(Column(group.label, text=True) for group in groups))
     return Table("Settings that differ", columns, rows)
-
-
-def formula(metric: str) -> str:
-    """A metric's title and formula, in words."""
-    return METRICS.get(metric).sentence
 
 
 def one_decimal(value: float) -> str:
