@@ -7,7 +7,7 @@ import pytest
 from reports_help import make_run
 
 from mambacl.cli import main
-from mambacl.paper.comparison import Names, compare_with_paper
+from mambacl.paper.comparison import MetricNames, compare_with_paper
 from mambacl.paper.page import write_paper_table
 from mambacl.reports import comparison_table, load_run, write_report
 from mambacl.reports.importing import import_records
@@ -49,7 +49,7 @@ def test_it_appears_everywhere(worst_task: str, tmp_path: Path, capsys: pytest.C
 
     assert "worst_task" in write_report(runs[0]).read_text()
     assert "worst task" in write_report(runs, tmp_path / "all", imported).read_text()
-    compared = compare_with_paper("main", [*records, *imported], Names(accuracy=worst_task))
+    compared = compare_with_paper("main", [*records, *imported], MetricNames(accuracy=worst_task))
     page = write_paper_table(compared, tmp_path / "paper").read_text()
     assert "worst_task: the lowest accuracy of a task after the last" in page and "60.00" in page
     names = [str(folder) for folder in runs]

@@ -25,7 +25,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Names:
+class MetricNames:
     """Which of our figures stand beside the paper's accuracy and forgetting; the defaults are its formulas."""
 
     accuracy: str = "final_accuracy_tasks"
@@ -73,13 +73,13 @@ class Line:
             return "from the rows above"
         if self.row is None or self.row.source == "derived":
             return "the paper's alone"
-        return "no run given" if in_product(self.row) else "not in mambacl"
+        return "no run given" if is_implemented(self.row) else "not in mambacl"
 
 
 @dataclass(frozen=True)
 class Comparison:
     table: PaperTable
-    names: Names
+    names: MetricNames
     keys: tuple[Key, ...]
     """the paper's columns, then those of benchmarks that it has not"""
     lines: tuple[Line, ...]
@@ -90,10 +90,10 @@ class Comparison:
 
 
 def compare_with_paper(
-    name: str, records: Sequence[RunRecord], names: Names | None = None, notes: Sequence[str] = ()
+    name: str, records: Sequence[RunRecord], names: MetricNames | None = None, notes: Sequence[str] = ()
 ) -> Comparison:
     """The paper's table `name` with the figures of the runs beside its own: mean and sample deviation over seeds."""
-    table, names = paper_table(name), names or Names()
+    table, names = paper_table(name), names or MetricNames()
     finished = [record for record in records if record.finished]
     lines: list[Line] = []
     for row in table.rows:
@@ -137,7 +137,7 @@ def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
 def matches(row: Row, run: RunRecord) -> bool:
     """Whether a run's figures belong in a row of the paper; those of other tools do by the method's name."""
     if run.imported:
-        return _plain(run.method) == _plain(row.method)
+        return _without_signs(run.method) == _without_signs(row.method)
     if row.run is None:
         return False
     wanted = row.run
@@ -149,7 +149,7 @@ def matches(row: Row, run: RunRecord) -> bool:
     )
 
 
-def in_product(row: Row) -> bool:
+def is_implemented(row: Row) -> bool:
     return row.run is not None and row.run.get("method", "mamba-cl") in METHODS.names()
 
 
@@ -190,7 +190,7 @@ def benchmark_of(run: RunRecord) -> str:
     return name
 
 
-def value_of(run: RunRecord, metric: str, names: Names) -> float | None:
+def value_of(run: RunRecord, metric: str, names: MetricNames) -> float | None:
     """A run's figure in the unit of the paper's column; None where a run does not have it."""
     if metric in ("accuracy", "forgetting"):
         value = run.metric(getattr(names, metric))
@@ -198,7 +198,7 @@ def value_of(run: RunRecord, metric: str, names: Names) -> float | None:
     return cost(run, metric)
 
 
-def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: Names) -> list[Line]:
+def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: MetricNames) -> list[Line]:
     """One line for all benchmarks; further ones where runs differ by more than benchmark and seed."""
     kinds = dict.fromkeys(map(_kind, runs))
     differing = [len({kind[i] for kind in kinds}) > 1 for i in range(3)]
@@ -238,6 +238,6 @@ def _says_no(rule: object, word: str) -> bool:
     return isinstance(rule, Mapping) and rule.get(word) is False
 
 
-def _plain(name: str) -> str:
+def _without_signs(name: str) -> str:
     """coda_prompt and CODA-Prompt are one method."""
     return "".join(sign for sign in name.lower() if sign.isalnum() or sign == "+")

@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mambacl.paper.comparison import Names, benchmark_of, value_of
+from mambacl.paper.comparison import MetricNames, benchmark_of, value_of
 from mambacl.paper.designs import DEPTH, NAMES, PRETRAINING, PlannedRun, paper_eta
 from mambacl.paper.losses import read_losses
 from mambacl.paper.quoted import paper_table
@@ -54,7 +54,7 @@ Values = Iterator[tuple[str, float | str, str, float]]  # series, x, metric, val
 def _final(run: PlannedRun, record: RunRecord) -> Values:
     assert run.x is not None
     for metric in METRICS:
-        value = value_of(record, metric, Names())
+        value = value_of(record, metric, MetricNames())
         if value is not None:
             yield run.series, run.x, metric, value
 
