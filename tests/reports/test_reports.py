@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,19 +15,26 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from jinja2 import UndefinedError
+from matplotlib.figure import Figure
 from PIL import Image
 from reports_help import make_run
 
 from mambacl.errors import UserError
-from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics
 from mambacl.nullspace import NullSpace
+from mambacl.paper.comparison import compare_with_paper
+from mambacl.paper.page import write_paper_table
+from mambacl.paper.rendering import figure_page
 from mambacl.reports import comparison_table, figures, load_run, write_report
-from mambacl.reports.families import spectrum_families
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.rendering import latex_escaped, markdown_escaped, to_csv, to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
+from mambacl.reports.spectra import spectra_by_feature
+from mambacl.reports.spectra_figures import Panel
 from mambacl.reports.tables import Column, Table
+from mambacl.reports.templating import render
 from mambacl.tensorfile import write_tensors
+from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
 
 HOSTILE = '<img src="http://evil.example/x.png" onerror=alert(1)> & "quoted" | 50% \\_'
 TWO_TASKS = {0: [[90], [80, 45]], 1: [[92], [84, 46]], 2: [[94], [82, 50]]}  # of 100 and 50 images
@@ -158,8 +167,17 @@ def test_text_that_is_too_wide_goes_on_in_a_further_block(seeds):
 # Pages
 
 
+INSIDE = {
+    "li": ("ul",), "tr": ("thead", "tbody", "tfoot"), "td": ("tr",), "th": ("tr",), "thead": ("table",),
+    "tbody": ("table",), "tfoot": ("table",), "caption": ("table",), "summary": ("details",),
+    "figcaption": ("figure",), "dt": ("div",), "dd": ("div",),
+}  # fmt: skip
+"""where these tags belong"""
+
+
 class Page(HTMLParser):
-    """Notes every address, and checks that tags are closed in order."""
+    """Notes every address, and checks what valid HTML asks for: tags closed in order and in the right place, each
+    attribute and id once, rows of a table equally long."""
 
     VOID = ("meta", "img", "br", "hr", "link", "input")
 
@@ -168,16 +186,29 @@ class Page(HTMLParser):
         self.addresses: list[str] = []
         self.tags: list[str] = []
         self.open: list[str] = []
+        self.ids: set[str] = set()
+        self.cells: list[list[int]] = []  # of each table, the cells of each row
         self.missing_alt = 0
         self.words: list[str] = []
         self.feed(html)
         self.close()
         assert not self.open
+        assert all(len(set(rows)) == 1 for rows in self.cells), self.cells
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         given = dict(attrs)
-        assert not any(name.startswith("on") for name in given)
+        assert len(given) == len(attrs) and not any(name.startswith("on") for name in given)
+        assert tag not in INSIDE or self.open[-1] in INSIDE[tag], (tag, self.open)
+        if "id" in given:
+            assert given["id"] not in self.ids
+            self.ids.add(str(given["id"]))
+        if tag == "table":
+            self.cells.append([])
+        elif tag == "tr":
+            self.cells[-1].append(0)
+        elif tag in ("td", "th"):
+            self.cells[-1][-1] += 1
         self.addresses += [str(given[name]) for name in ("src", "href", "srcset", "data", "action") if name in given]
         self.missing_alt += tag == "img" and not given.get("alt")
         if tag not in self.VOID:
@@ -194,8 +225,7 @@ def checked(path: Path) -> tuple[Page, str]:
     html = path.read_text(encoding="utf-8")
     page = Page(html)
     assert page.addresses and all(re.match(r"data:image/png;base64,|#", address) for address in page.addresses)
-    anchors = {address[1:] for address in page.addresses if address.startswith("#")}
-    assert all(f'id="{anchor}"' in html for anchor in anchors)
+    assert {address[1:] for address in page.addresses if address.startswith("#")} <= page.ids
     assert page.missing_alt == 0 and "script" not in page.tags and "link" not in page.tags
     assert "@import" not in html and "url(" not in html
     return page, html
@@ -226,7 +256,7 @@ def test_the_page_of_a_run(tmp_path, space_state):
     assert path == folder / "report.html"
     page, html = checked(path)
     words = "".join(page.words)
-    assert HOSTILE in words and "<script>alert(1)</script>" in words and "evil.example/x.png&quot;" in html
+    assert HOSTILE in words and "<script>alert(1)</script>" in words and "evil.example/x.png&#34;" in html
     final = 100 * np.mean([0.87, 0.89, 0.91, 0.93, 0.95])
     for expected in (f"{final:.1f}", "321 images per second", "3.0 GiB", "1 min 40 s", "abc123", "2.11.0", "headline"):
         assert expected in words, expected
@@ -272,6 +302,62 @@ def test_the_comparison_of_runs(tmp_path):
     assert "88.0 ± 3.0" in (path.parent / "table.md").read_text(encoding="utf-8")
 
 
+def test_the_pages_of_the_papers_tables_and_figures(tmp_path):
+    run = load_run(make_run(tmp_path / "a", TWO_TASKS[0], [100, 50], method=HOSTILE))
+    path = write_paper_table(compare_with_paper("main", [run]), tmp_path)
+    assert HOSTILE in "".join(checked(path)[0].words)
+    table = Table(HOSTILE, (Column("x", text=True), Column("y", best="max")), ((HOSTILE, Value(1.0)),), (HOSTILE,))
+    picture = figures.png(figures.accuracy_matrix(run))
+    path.write_text(figure_page("eta", table, picture), encoding="utf-8")
+    assert "".join(checked(path)[0].words).count(HOSTILE) >= 3
+
+
+def test_a_run_that_says_little(tmp_path):
+    """As an early version or another tool may have left it: only what a record must have."""
+    (tmp_path / "results.json").write_text(
+        json.dumps({"schema": 1, "tasks": [[0], [1]], "correct": [[9], [8, 7]], "total": [10, 10]})
+    )
+    words = "".join(checked(write_report([tmp_path]))[0].words)
+    assert "unknown method on unknown benchmark" in words and "75.0" in words
+
+
+def test_control_signs_in_names_become_a_mark(tmp_path):
+    names = ["bell\x07", "half\udc80", "tab\t", "d"]
+    html = checked(write_report([make_run(tmp_path / "a", TWO_TASKS[0], [100, 50], class_names=names)]))[1]
+    assert "<li>bell\ufffd</li>" in html and "<li>half\ufffd</li>" in html and "<li>tab\t</li>" in html
+
+
+def test_a_template_does_not_pass_over_what_is_missing():
+    with pytest.raises(UndefinedError, match="markdown"):
+        render("paper_table.html", title="", name="", runs=0, results=Table("", (), ()))
+
+
+def test_matplotlib_is_loaded_only_to_draw():
+    program = "import sys, mambacl.reports; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("log_x", [False, True])
+def test_panels_have_the_scales_of_matplotlib(log_x):
+    """Spectra are drawn without axes, which take long; axes in the same place put every point where they do."""
+    panel = Panel(1.0, 2.0, 3.0, 1.5, 90, 1e-9, log_x)
+    axes = Figure(figsize=(5, 5)).add_axes((1 / 5, 2 / 5, 3 / 5, 1.5 / 5))
+    axes.set(yscale="log", ylim=(1e-9, 3), xscale="log" if log_x else "linear", xlim=(0.9 if log_x else 0.5, 90.5))
+    values = np.geomspace(1, 1e-8, 90)
+    points = np.column_stack([np.arange(1, 91), values])
+    assert panel.curve(values) == pytest.approx(axes.transData.transform(points) / axes.figure.dpi)
+    assert 1 < len(panel.directions()) < 6
+
+
+def test_a_long_spectrum_keeps_its_ends():
+    for log_x in (False, True):
+        panel, values = Panel(0.0, 0.0, 1.0, 1.0, 5000, 1e-9, log_x), np.geomspace(1, 1e-8, 5000)
+        curve = panel.curve(values)
+        assert 100 < len(curve) <= 240
+        for end in (0, -1):
+            assert curve[end] == pytest.approx([panel.x([1, 5000][end]), panel.y(values[end])])
+
+
 @pytest.mark.parametrize("count", [1, 20, 100])
 def test_any_number_of_tasks(tmp_path, count):
     folder = make_run(tmp_path / "a", *many_tasks(count, 0.002), epochs=1)
@@ -300,7 +386,7 @@ def test_spectra_are_read_with_ranks_and_put_in_families(tmp_path, space_state):
     for part, (values, rank) in run.spectra.items():
         assert values == pytest.approx(space_state[f"{part}.spectrum"].numpy())
         assert rank == int(space_state[f"{part}.rank"])
-    families = spectrum_families(run)
+    families = spectra_by_feature(run)
     assert [family.roles for family in families] == [("W_delta", "W_C"), ("W_B",), ("A",), ("out",)]
     assert all(list(family.spectra) == ["0", "1"] for family in families)
 
@@ -314,7 +400,7 @@ def test_the_setting_says_which_rows_are_projected(tmp_path):
         state[f"layers.{block}.mixer.x_proj.weight[4:8].rank"] = torch.tensor(1)
     folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
     write_tensors(folder / "checkpoints" / "task-01.safetensors", state, {"setting": setting})
-    (family,) = spectrum_families(load_run(folder))
+    (family,) = spectra_by_feature(load_run(folder))
     assert family.roles == ("W_B",) and family.feature == "delta-x" and "|delta|^2" in family.meaning
     assert list(family.spectra) == ["9", "10"]
 

@@ -11,13 +11,13 @@ import yaml
 
 from mambacl.cli import main
 from mambacl.errors import UserError
-from mambacl.evaluation import all_metrics
 from mambacl.nullspace.settings import PAPER_KINDS
 from mambacl.paper import paper_table, table_names
-from mambacl.reports.paper_page import laid_out, long_csv, paper_page, write_paper_table
-from mambacl.reports.paper_table import Line, Names, benchmark_of, compare_with_paper, projections
+from mambacl.paper.comparison import Line, MetricNames, benchmark_of, compare_with_paper, projections
+from mambacl.paper.page import as_table, long_csv, paper_page, write_paper_table
 from mambacl.reports.rendering import to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord, load_run
+from mambacl.training.metrics import all_metrics
 
 LARGE = "defocus_mamba_large_22k"
 SEEDS = {0: 80, 1: 82, 2: 84}  # right images of each 100 on every task; 90 when just learned
@@ -47,7 +47,9 @@ def make_run(
 
 
 def line(name: str, records: list[RunRecord], starts: str, **names: str) -> Line:
-    found = [line for line in compare_with_paper(name, records, Names(**names)).lines if line.name.startswith(starts)]
+    found = [
+        line for line in compare_with_paper(name, records, MetricNames(**names)).lines if line.name.startswith(starts)
+    ]
     assert len(found) == 1, [line.name for line in found]
     return found[0]
 
@@ -68,7 +70,7 @@ def test_mean_deviation_and_difference_by_hand(seeds: list[RunRecord]) -> None:
 
 
 def test_as_text(seeds: list[RunRecord]) -> None:
-    text = to_text(laid_out(compare_with_paper("main", seeds)))
+    text = to_text(as_table(compare_with_paper("main", seeds)))
     assert "82.00 ± 2.00" in text and "89.60 ± 0.27" in text and "-7.60" in text and "+5.43" in text
     assert "81.17 ± 0.83†" in text and "†: runs of CPrompt's authors" in text
     assert text.count("not in mambacl") == 22 + 1 and "the paper's value stands alone" in text
@@ -78,7 +80,7 @@ def test_as_text(seeds: list[RunRecord]) -> None:
 def test_every_row_of_the_paper_is_there_in_every_format(seeds: list[RunRecord]) -> None:
     for name in table_names():
         compared = compare_with_paper(name, seeds)
-        table = laid_out(compared)
+        table = as_table(compared)
         names = [row[0] for row in table.rows]
         assert names[: len(paper_table(name).rows)] == [row.method for row in paper_table(name).rows]
         assert to_markdown(table) and to_latex(table) and "<table" in paper_page(compared)
@@ -100,7 +102,7 @@ def test_other_metrics_by_name(seeds: list[RunRecord]) -> None:
     key = ("cifar100-10", "forgetting")
     assert line("main", seeds, "Mamba-CL", forgetting="backward_transfer").ours[key].mean == pytest.approx(-8.0)
     with pytest.raises(UserError, match=r"no metric 'forgeting'. Did you mean 'forgetting'"):
-        Names(forgetting="forgeting")
+        MetricNames(forgetting="forgeting")
 
 
 def test_a_metric_that_an_old_run_has_not_stored_is_counted(seeds: list[RunRecord]) -> None:
@@ -122,7 +124,7 @@ def test_runs_that_differ_by_more_than_the_seed_stay_apart(tmp_path: Path) -> No
     compared = compare_with_paper("main", runs)
     names = [line.name for line in compared.lines if line.ours]
     assert len(names) == 3 and "eta=0.9" in names[0] and names[2].startswith("Mamba-CL (defocus_mamba_nano")
-    assert any("on defocus_mamba_nano, where the paper has" in note for note in laid_out(compared).notes)
+    assert any("on defocus_mamba_nano, where the paper has" in note for note in as_table(compared).notes)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_only_the_same_data_stand_beside_the_papers(tmp_path: Path, options: dic
     compared = compare_with_paper("main", [run])
     (ours,) = (line for line in compared.lines if line.ours)
     assert (ours.difference((benchmark, "accuracy")) is not None) == (benchmark == "cifar100-10")
-    assert f"{benchmark} accuracy ours" in [column.title for column in laid_out(compared).columns]
+    assert f"{benchmark} accuracy ours" in [column.title for column in as_table(compared).columns]
 
 
 def test_seeds_are_those_of_the_benchmark_and_each_once(tmp_path: Path) -> None:
@@ -153,14 +155,14 @@ def test_seeds_are_those_of_the_benchmark_and_each_once(tmp_path: Path) -> None:
     compared = compare_with_paper("main", runs)
     cells = [cell for cell in csv.DictReader(io.StringIO(long_csv(compared))) if cell["ours"]]
     assert {(cell["benchmark"], cell["seeds"]) for cell in cells} == {("cifar100-10", "3 3"), ("imagenet-r-10", "5")}
-    notes = laid_out(compared).notes
+    notes = as_table(compared).notes
     assert "a single seed has no deviation" in notes
     assert any("Mamba-CL, cifar100-10: a seed occurs more than once" in note for note in notes)
 
 
 def test_another_way_of_training_is_said(seeds: list[RunRecord], tmp_path: Path) -> None:
     def said(runs: list[RunRecord]) -> list[str]:
-        return [note for note in laid_out(compare_with_paper("main", runs)).notes if "as the paper says" in note]
+        return [note for note in as_table(compare_with_paper("main", runs)).notes if "as the paper says" in note]
 
     assert not said([*seeds, make_run(tmp_path / "same", training={"passes": 50, "lr": 2e-4, "workers": 4})])
     changed = make_run(tmp_path / "b", method="sequential", recipe="public-code", training={"passes": 5, "lr": 2e-4})
@@ -170,7 +172,7 @@ def test_another_way_of_training_is_said(seeds: list[RunRecord], tmp_path: Path)
 def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path: Path) -> None:
     compared = compare_with_paper("main", [make_run(tmp_path / "open", status="running")])
     assert not any(line.ours for line in compared.lines)
-    assert any("not finished" in note and "open" in note for note in laid_out(compared).notes)
+    assert any("not finished" in note and "open" in note for note in as_table(compared).notes)
 
 
 def test_a_method_that_the_paper_has_not_gets_a_row(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_minutes(tmp_path: Path) -> None:
 def test_the_share_of_a_part_and_the_increase(tmp_path: Path) -> None:
     """600 of 3600 seconds are the decomposition's; the increase is that over the baseline, benchmark by benchmark."""
     runs = [make_run(tmp_path / "cl", dataset="imagenet-r", classes=200)]
-    assert "10.0 (16.7%)" in to_text(laid_out(compare_with_paper("svd", runs)))
+    assert "10.0 (16.7%)" in to_text(as_table(compare_with_paper("svd", runs)))
     assert line("runtime", runs, "Increase").state == "the paper's alone"
     runs.append(make_run(tmp_path / "seq", dataset="imagenet-r", classes=200, method="sequential"))
     runs[1].results["seconds"]["train"] = 2400.0
@@ -231,7 +233,7 @@ def test_the_share_of_a_part_and_the_increase(tmp_path: Path) -> None:
     )
     assert increase.shares["imagenet-r-10", "minutes"] == pytest.approx(0.2)
     assert increase.state == "from the rows above"
-    assert "10.0 (20.0%)" in to_text(laid_out(compare_with_paper("runtime", runs)))
+    assert "10.0 (20.0%)" in to_text(as_table(compare_with_paper("runtime", runs)))
 
 
 def test_the_average_over_all_benchmarks(tmp_path: Path) -> None:
@@ -253,7 +255,7 @@ def test_resources_are_measured(tmp_path: Path) -> None:
     assert (values["inference_ms"], values["peak_gib"]) == pytest.approx((2.0, 3.0))
     assert values["parameters"] == pytest.approx(3.03, abs=0.01) and 0 < values["gflops"] < 1
     assert found.difference(("imagenet-r-10", "inference_ms")) == pytest.approx(2.0 - 5.26)
-    text = to_text(laid_out(compare_with_paper("resources", runs)))
+    text = to_text(as_table(compare_with_paper("resources", runs)))
     assert "peak GiB" in text and "seconds of evaluation over images evaluated" in text
     assert ("imagenet-r-10", "gflops") not in line("resources", runs, "ease").ours  # several times the backbone's
 

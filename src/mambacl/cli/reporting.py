@@ -54,19 +54,19 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _beside_the_paper(given: Any, records: list[Any]) -> int:
-    from mambacl.reports.page import beside
-    from mambacl.reports.paper_page import laid_out, long_csv, write_paper_table
-    from mambacl.reports.paper_table import Names, compare_with_paper
+    from mambacl.paper.comparison import MetricNames, compare_with_paper
+    from mambacl.paper.page import as_table, long_csv, write_paper_table
     from mambacl.reports.rendering import to_latex, to_markdown, to_text
+    from mambacl.reports.writing import comparison_folder
 
     chosen = {key: getattr(given, key) for key in ("accuracy", "forgetting") if getattr(given, key)}
-    compared = compare_with_paper(given.table, records, Names(**chosen))
+    compared = compare_with_paper(given.table, records, MetricNames(**chosen))
     if given.format == "csv":
         print(long_csv(compared), end="")
     else:
-        print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](laid_out(compared)))
+        print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[given.format](as_table(compared)))
     if records or given.out:  # the paper's values alone are printed, and leave nothing behind
-        target = given.out or beside([record.folder for record in records])
+        target = given.out or comparison_folder([record.folder for record in records])
         print(f"Report: {write_paper_table(compared, target)}", file=sys.stderr)
     return 0
 

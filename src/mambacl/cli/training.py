@@ -79,7 +79,7 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     with status("loading PyTorch"):
         from mambacl.training.run import train as run_training
     # What draws the report takes a second or two to load: while a GPU works, and not when all wait for the report.
-    loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports",))
+    loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.run_page",))
     loading.daemon = True
     loading.start()
     return run_training

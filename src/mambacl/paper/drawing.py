@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mambacl.paper.points import Point
-from mambacl.reports.figures import COLOURS, MARKERS, QUIET, legend_below, styled
+from mambacl.reports.figures import COLOURS, MARKERS, QUIET, frame, legend_below, styled
 
 TITLES = {
     "eta": "The weight of the projection, eta",
@@ -29,8 +29,7 @@ def draw(name: str, shown: Sequence[Point]) -> Figure:
 def _lines(name: str, shown: Sequence[Point]) -> Figure:
     """A panel a metric; a line for each benchmark and series."""
     metrics = list(dict.fromkeys(point.metric for point in shown)) or ["accuracy"]
-    figure = Figure(figsize=(1.6 + 4.4 * len(metrics), 4.8), layout="constrained")
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    figure, panels = frame(1.6 + 4.4 * len(metrics), 4.8, columns=len(metrics))
     groups = list(dict.fromkeys((p.source, p.benchmark, p.series) for p in shown))
     several = len({group[2] for group in groups}) > 1
     colours = {group[1:]: COLOURS[i % len(COLOURS)] for i, group in enumerate(groups) if group[0] == "ours"}

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mambacl.nullspace.settings import SETTINGS
+from mambacl.paper.comparison import compare_with_paper
 from mambacl.paper.designs import FIGURES, NANO_WORDS, PlannedRun
 from mambacl.paper.drawing import TITLES, draw
 from mambacl.paper.losses import read_losses
+from mambacl.paper.page import as_table, write_paper_table
 from mambacl.paper.points import Point, points, to_csv
 from mambacl.reports.figures import png
 from mambacl.reports.groups import departures
-from mambacl.reports.markup import Picture, Section, copyable, document, escaped, table_html
-from mambacl.reports.page import write_files
-from mambacl.reports.paper_page import laid_out, write_paper_table
-from mambacl.reports.paper_table import compare_with_paper
 from mambacl.reports.rendering import to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
+from mambacl.reports.templating import Picture
+from mambacl.reports.templating import render as render_page
+from mambacl.reports.writing import write_files
 
 
 def render(name: str, found: Sequence[tuple[PlannedRun, RunRecord]], target: Path, scale: str) -> tuple[str, Path]:
@@ -24,7 +25,7 @@ def render(name: str, found: Sequence[tuple[PlannedRun, RunRecord]], target: Pat
     notes = nano_notes(name, found) if scale == "nano" and found else []
     if name not in FIGURES:
         compared = compare_with_paper(name, [record for _, record in found], notes=notes)
-        return to_text(laid_out(compared)), write_paper_table(compared, target)
+        return to_text(as_table(compared)), write_paper_table(compared, target)
     shown = points(name, found, scale)
     table, stem, picture = figure_table(name, shown, found, notes), f"paper-{name}", png(draw(name, shown))
     files = {f"{stem}.csv": to_csv(name, shown).encode(), f"{stem}.md": to_markdown(table).encode()}
@@ -53,13 +54,9 @@ def nano_notes(name: str, found: Sequence[tuple[PlannedRun, RunRecord]]) -> list
 
 
 def figure_page(name: str, table: Table, picture: bytes) -> str:
-    shown = Picture(f"paper-{name}.png", picture, f"{TITLES[name]}; the table below has the numbers.")
-    sections = [
-        Section("figure", "Figure", shown.html()),
-        Section("table", "Numbers", table_html(table) + copyable("Markdown", to_markdown(table))),
-    ]
-    title = f"{TITLES[name]}: ours and the paper's"
-    return document(title, f"<h1>{escaped(title)}</h1>", sections)
+    figure = Picture(f"paper-{name}.png", picture)
+    markdown = to_markdown(table)
+    return render_page("paper_figure.html", title=TITLES[name], figure=figure, numbers=table, markdown=markdown).html
 
 
 def figure_table(

@@ -9,12 +9,12 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from mambacl.nullspace.audit import QUANTITIES, shares
-from mambacl.reports.figures import BLUES, QUIET, styled
+from mambacl.reports.figures import BLUES, QUIET, frame, styled
 from mambacl.reports.runs import Floats
 from mambacl.reports.tables import Column, Table
 
 Audit = Mapping[str, Any]  # audit.json
-LEAST = 1e-8  # relative changes below the resolution of float32 are drawn alike
+RESOLUTION = 1e-8  # relative changes below the resolution of float32 are drawn alike
 
 
 def drift_table(audit: Audit, task: int | None = None) -> Table:
@@ -64,36 +64,33 @@ def _column(drift: Mapping[str, Mapping[str, float]], quantity: str) -> Floats:
 
 @styled
 def drift_map(audit: Audit) -> Figure:
-    """A heat map for each quantity: a row a task, a column a block, on a logarithmic scale."""
+    """A heat map for each quantity: a row per task, a column per block, on a logarithmic scale."""
     tasks, blocks = audit["tasks"], list(audit["tasks"][0]["drift"])
-    figure = Figure(figsize=(8.6, 1.1 + (0.34 * len(tasks) + 0.55) * len(QUANTITIES)), layout="constrained")
-    grid = figure.subplots(len(QUANTITIES), 1, sharex=True, squeeze=False).ravel()
+    figure, grid = _stack(len(QUANTITIES), 0.34 * len(tasks))
     found = {
         quantity: np.array([[entry["drift"][block].get(quantity, np.nan) for block in blocks] for entry in tasks])
         for quantity in QUANTITIES
     }
     everything = np.concatenate([values.ravel() for values in found.values()])
-    high = max(float(np.nanmax(everything, initial=LEAST)), 10 * LEAST)
-    low = max(float(np.nanmin(np.where(everything > 0, everything, np.nan), initial=high)), LEAST)
+    high = max(float(np.nanmax(everything, initial=RESOLUTION)), 10 * RESOLUTION)
+    low = max(float(np.nanmin(np.where(everything > 0, everything, np.nan), initial=high)), RESOLUTION)
     low = min(low, high / 10)
     for axes, (quantity, title) in zip(grid, QUANTITIES.items(), strict=True):
         values = np.ma.masked_invalid(np.maximum(found[quantity], low))
         image = axes.imshow(values, cmap=BLUES, norm=LogNorm(low, high), aspect="auto", interpolation="nearest")
         axes.set_title(title, fontsize=9.5, pad=3)
         axes.set_yticks(range(len(tasks)), [str(entry["task"] + 1) for entry in tasks])
-        _quiet(axes)
+        _hide_frame(axes)
     _number_blocks(grid[-1], blocks)
-    figure.supylabel("task whose images were kept", fontsize=9)
-    figure.colorbar(image, ax=list(grid), shrink=0.6, pad=0.02).set_label("relative change", fontsize=9)
-    figure.suptitle(
-        f"What has moved by the end of task {audit['after']}", fontsize=11.5, fontweight="bold", x=0.02, ha="left"
-    )
+    figure.supylabel("task whose images were kept", fontsize=9, x=0.012)
+    figure.colorbar(image, ax=grid, shrink=0.6, pad=0.02, aspect=30).set_label("relative change", fontsize=9)
+    _title(figure, f"What has moved by the end of task {audit['after']}")
     return figure
 
 
 @styled
 def updates_map(audit: Audit) -> Figure:
-    """Shares of the last task's updates in protected directions: a row a kind of parameter, a column a block."""
+    """Shares of the last task's updates in protected directions: a row per kind of parameter, a column per block."""
     entry = audit["updates"][-1]
     blocks = list(dict.fromkeys(part["block"] for part in entry["parts"]))
     kinds = list(dict.fromkeys(part["kind"] for part in entry["parts"]))
@@ -105,21 +102,32 @@ def updates_map(audit: Audit) -> Figure:
             "as the optimizer computed them": 100 * sums[..., 1] / sums[..., 0],
             "as they were applied": 100 * sums[..., 3] / sums[..., 2],
         }
-    figure = Figure(figsize=(8.6, 1.3 + 2 * (0.34 * len(kinds) + 0.5)), layout="constrained")
-    grid = figure.subplots(2, 1, sharex=True, squeeze=False).ravel()
+    figure, grid = _stack(2, 0.34 * len(kinds))
     for axes, (title, values) in zip(grid, panels.items(), strict=True):
         image = axes.imshow(np.ma.masked_invalid(values), cmap=BLUES, vmin=0, vmax=100, aspect="auto")
         axes.set_title(title, fontsize=9.5, pad=3)
         axes.set_yticks(range(len(kinds)), kinds)
-        _quiet(axes)
+        _hide_frame(axes)
     _number_blocks(grid[-1], blocks)
-    figure.colorbar(image, ax=list(grid), shrink=0.8, pad=0.02).set_label("per cent", fontsize=9)
-    title = f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks"
-    figure.suptitle(title, fontsize=11.5, fontweight="bold", x=0.02, ha="left")
+    figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02, aspect=30).set_label("per cent", fontsize=9)
+    _title(figure, f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks")
     return figure
 
 
-def _quiet(axes: Any) -> None:
+def _stack(rows: int, height: float) -> tuple[Figure, list[Any]]:
+    """Maps of that height above each other, with room for a title each."""
+    gap = 0.32
+    return frame(
+        8.6, 1.3 + rows * height + (rows - 1) * gap, rows, left=0.8, right=0.1, top=0.74, bottom=0.56, sharex=True,
+        hspace=gap / height,
+    )  # fmt: skip
+
+
+def _title(figure: Figure, words: str) -> None:
+    figure.text(0.02, 1 - 0.14 / figure.get_figheight(), words, fontsize=11.5, fontweight="bold", va="top")
+
+
+def _hide_frame(axes: Any) -> None:
     axes.grid(False)
     axes.tick_params(length=0, labelsize=8.5)
     axes.spines[["left", "bottom"]].set_visible(False)

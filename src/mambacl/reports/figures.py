@@ -1,8 +1,10 @@
 """Figures of runs. Each function returns a matplotlib `Figure`; `png` turns it into the same bytes every time.
 
-Only the object-oriented interface is used: no global state of pyplot, so that a program with windows of its own is
-left alone. Colours are those of Okabe and Ito, which stay apart for colour-blind readers; markers repeat the
-distinction.
+Only the object-oriented interface is used: pyplot's global state stays untouched, for a program that has windows open.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart; markers repeat the distinction.
+
+A report waits for its figures, so they are cheap to draw: margins are given in inches instead of being measured from
+every text, many lines are one artist, and a figure is drawn once.
 """
 
 import functools
@@ -14,10 +16,12 @@ from typing import Any, ParamSpec
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
+from PIL import Image
 
 from mambacl.reports.groups import Group, common_headline
 from mambacl.reports.runs import Floats, RunRecord
@@ -25,17 +29,21 @@ from mambacl.reports.tables import MINUS, one_decimal
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINE_STYLES = ("-", "--", ":", "-.")
 INK, QUIET, FAINT = "#22272e", "#6b7480", "#d9dee4"
 BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b83bd", "#08406e"])
+DPI = 150
 LONGEST_LABEL = 60
-MOST_NUMBERS = 12  # tasks up to which each cell or point carries its number
+MAX_NUMBERED_TASKS = 12  # tasks up to which each cell or point carries its number
+LEGEND_ROW = 0.24  # inches
 STYLE: Any = {  # untyped: not every release of matplotlib knows the same keys
+    "figure.dpi": DPI,
     "font.size": 10.5,
     "axes.titlesize": 11.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
-    "axes.titley": 1.0,  # said, so that nobody measures every tick to find it
+    "axes.titley": 1.0,  # given, or every tick is measured to find it
     "axes.edgecolor": QUIET,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -54,7 +62,6 @@ STYLE: Any = {  # untyped: not every release of matplotlib knows the same keys
     "figure.facecolor": "white",
     "figure.constrained_layout.w_pad": 0.12,
     "figure.constrained_layout.h_pad": 0.1,
-    "svg.hashsalt": "mambacl",
 }
 
 P = ParamSpec("P")
@@ -79,13 +86,33 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return wrapped
 
 
-def png(figure: Figure, dpi: int = 150) -> bytes:
-    """The figure as PNG. No date and no version goes in, so equal figures give equal bytes."""
-    FigureCanvasAgg(figure)
-    out = io.BytesIO()
+def png(figure: Figure) -> bytes:
+    """The figure as PNG. No date and no version goes in, so equal figures give equal bytes.
+
+    Not by `savefig`, which draws a figure with a layout engine twice.
+    """
+    canvas = FigureCanvasAgg(figure)
     with _style():
-        figure.savefig(out, format="png", dpi=dpi, metadata={"Software": None})
+        canvas.draw()
+    out = io.BytesIO()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    picture.save(out, format="png", dpi=(DPI, DPI), compress_level=3)
     return out.getvalue()
+
+
+def frame(
+    width: float, height: float, rows: int = 1, *, left: float = 0.72, right: float = 0.2, bottom: float = 0.54,
+    top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, **shared: Any,
+) -> tuple[Figure, list[Any]]:  # fmt: skip
+    """A figure and its axes, row by row. Sizes are inches; what lies between axes is a share of their own size."""
+    figure = Figure(figsize=(width, height))
+    sides = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
+    figure.subplots_adjust(**sides, hspace=hspace, wspace=wspace)
+    grid = list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())
+    for axes in grid:  # labels have fixed places too: otherwise every number on the axis is measured to find them
+        axes.xaxis.set_label_coords(0.5, 0, axes.transAxes + ScaledTranslation(0, -0.31, figure.dpi_scale_trans))
+        axes.yaxis.set_label_coords(0, 0.5, axes.transAxes + ScaledTranslation(-0.5, 0, figure.dpi_scale_trans))
+    return figure, grid
 
 
 @styled
@@ -93,18 +120,21 @@ def accuracy_matrix(record: RunRecord) -> Figure:
     """R[t, j] as a heat map: a row for each task learned, a column for each task tested."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
+    numbered = done <= MAX_NUMBERED_TASKS  # cells that carry numbers need no key to their colours
     side = float(np.clip(2.6 + 0.36 * done, 4.4, 7.0))
-    figure = Figure(figsize=(side + 0.9, side), layout="constrained")
-    axes = figure.add_subplot()
+    figure, (axes,) = frame(side + (0.2 if numbered else 0.9), side)
     low, high = shade_range(matrix)
-    image = axes.imshow(np.ma.masked_invalid(matrix), cmap=BLUES, vmin=low, vmax=high, interpolation="nearest")
-    if done <= MOST_NUMBERS:
-        for t in range(done):
-            for j in range(t + 1):
-                if np.isfinite(matrix[t, j]):
-                    dark = (matrix[t, j] - low) / (high - low) > 0.64
-                    colour = "white" if dark else INK
-                    axes.text(j, t, one_decimal(matrix[t, j]), ha="center", va="center", color=colour, fontsize=8.5)
+    image = axes.imshow(
+        np.ma.masked_invalid(matrix), cmap=BLUES, vmin=low, vmax=high, interpolation="nearest", aspect="auto"
+    )
+    if numbered:
+        for t, j in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
+            colour = "white" if (matrix[t, j] - low) / (high - low) > 0.64 else INK
+            axes.text(j, t, one_decimal(matrix[t, j]), ha="center", va="center", color=colour, fontsize=8.5)
+    else:
+        bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03)
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(length=0)
     _number_tasks(axes.xaxis, done)
     _number_tasks(axes.yaxis, done)
     axes.grid(False)
@@ -112,9 +142,6 @@ def accuracy_matrix(record: RunRecord) -> Figure:
     axes.tick_params(length=0)
     axes.set(xlabel="tested on task", ylabel="after task")
     axes.set_title("Accuracy on each task after each task (%)")
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0)
     return figure
 
 
@@ -122,44 +149,29 @@ def accuracy_matrix(record: RunRecord) -> Figure:
 def accuracy_curves(groups: Sequence[Group]) -> Figure:
     """Accuracy over all tasks seen, after each task; a band of one standard deviation where there are seeds.
 
-    For a single run, the accuracy on the newest task stands beside it: what is learned, and what is kept.
+    For a single run, the accuracy on the newest task is drawn too: what is learned, and what is kept.
     """
     headline = common_headline(run for group in groups for run in group.runs)
     alone = len(groups) == 1 and len(groups[0].runs) == 1
-    figure = Figure(figsize=(7.0, 5.6) if alone else (7.6, 4.6), layout="constrained")  # alone, beside the matrix
-    axes = figure.add_subplot()
+    figure, (axes,) = frame(7.0, 5.6) if alone else frame(7.6, 4.6)  # alone, beside the matrix
     drawn = [(group, *group.after_each_task(headline)) for group in groups]
     longest = max((len(mean) for _, mean, _ in drawn), default=0)
     if alone:
         newest = 100 * np.diag(groups[0].first.accuracies())
-        axes.plot(_numbers(newest), newest, color=QUIET, linestyle=(0, (4, 2)), linewidth=1.4, label="the newest task")
-    for i, (group, mean, std) in enumerate(drawn):
-        label = "all tasks seen" if alone else name_of(group)
         axes.plot(
-            _numbers(mean),
-            mean,
-            color=COLOURS[i % len(COLOURS)],
-            linestyle=("-", "--", ":", "-.")[i // len(COLOURS) % 4],
-            marker=MARKERS[i % len(MARKERS)] if longest <= 25 else None,
-            markersize=5,
-            label=label,
+            _task_numbers(newest), newest, color=QUIET, linestyle=(0, (4, 2)), linewidth=1.4, label="the newest task"
         )
-        if std is not None:
-            axes.fill_between(
-                _numbers(mean), mean - std, mean + std, color=COLOURS[i % len(COLOURS)], alpha=0.16, linewidth=0
-            )
-    if alone and 0 < longest <= MOST_NUMBERS:
-        for x, y in enumerate(drawn[0][1], start=1):
-            number = axes.annotate(
-                one_decimal(y), (x, y), (0, -14), textcoords="offset points", ha="center", fontsize=8.5, zorder=5
-            )
-            number.set_path_effects([withStroke(linewidth=3, foreground="white")])  # legible over the other line
+    for i, (group, mean, std) in enumerate(drawn):
+        _curve(axes, i, mean, std, "all tasks seen" if alone else label_of(group), marked=longest <= 25)
+    if alone and 0 < longest <= MAX_NUMBERED_TASKS:
+        mean = drawn[0][1]
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}  # legible over the other line
+        write_at(axes, _task_numbers(mean), mean, [one_decimal(y) for y in mean], -14, zorder=5, bbox=ground)
     _number_tasks(axes.xaxis, longest, first=1)
     axes.margins(x=0.03, y=0.12)
     axes.set_ylim(top=min(axes.get_ylim()[1], 101.5))
     axes.set(xlabel="tasks learned", ylabel="accuracy (%)")
-    over = "tasks" if headline == "tasks" else "images"
-    axes.set_title(f"Accuracy after each task, mean over {over} seen")
+    axes.set_title(f"Accuracy after each task, mean over {headline} seen")
     if len(drawn) > 1 or alone:
         legend_below(figure, axes, len(drawn) + alone)
     return figure
@@ -170,28 +182,22 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     """For each task, its best accuracy before the last task and its accuracy now: the gap is what was forgotten."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
-    figure = Figure(figsize=(7.2, 3.9), layout="constrained")
-    axes = figure.add_subplot()
-    numbers = np.arange(1, done + 1)
+    figure, (axes,) = frame(7.2, 3.9)
+    numbers = _task_numbers(matrix)
     now = matrix[-1]
     best = np.array([*(np.max(matrix[j:-1, j]) for j in range(done - 1)), np.nan])
-    lost = now < best
     size = float(np.clip(260 / max(done, 1), 9, 44))
     width = float(np.clip(60 / max(done, 1), 1.0, 5.0))
-    axes.vlines(numbers[lost], now[lost], best[lost], color="#eec3a7", linewidth=width)
-    gained = now > best
-    axes.vlines(numbers[gained], best[gained], now[gained], color="#a5d6c8", linewidth=width)
-    axes.scatter(numbers, best, s=size, facecolor="white", edgecolor=COLOURS[1], linewidth=1.4, zorder=3)
+    for changed, colour in ((now < best, "#eec3a7"), (now > best, "#a5d6c8")):
+        axes.vlines(numbers[changed], now[changed], best[changed], color=colour, linewidth=width)
+    hollow = {"facecolor": "white", "edgecolor": COLOURS[1], "linewidth": 1.4}
+    axes.scatter(numbers, best, s=size, zorder=3, **hollow)
     axes.scatter(numbers, now, s=size, color=COLOURS[0], marker="s", zorder=3)
-    if done <= MOST_NUMBERS:
-        for number, high, low in zip(numbers[:-1], np.fmax(best, now)[:-1], (best - now)[:-1], strict=True):
-            if np.isfinite(low):
-                loss = one_decimal(-low).replace("-", MINUS)
-                loss = loss if low >= 0 or loss == "0.0" else f"+{loss}"
-                axes.annotate(loss, (number, high), (0, 7), textcoords="offset points", ha="center", fontsize=8.5)
-    axes.scatter(
-        [], [], s=40, facecolor="white", edgecolor=COLOURS[1], linewidth=1.4, label="best before the last task"
-    )
+    if done <= MAX_NUMBERED_TASKS:
+        losses = (best - now)[:-1]
+        words = [_signed(-loss) if np.isfinite(loss) else "" for loss in losses]
+        write_at(axes, numbers[:-1], np.fmax(best, now)[:-1], words, 7)
+    axes.scatter([], [], s=40, label="best before the last task", **hollow)  # the legend's, in a readable size
     axes.scatter([], [], s=40, color=COLOURS[0], marker="s", label="after the last task")
     _number_tasks(axes.xaxis, done, first=1)
     axes.grid(axis="x", visible=False)
@@ -204,19 +210,12 @@ def forgetting_by_task(record: RunRecord) -> Figure:
 
 @styled
 def forgetting_curves(groups: Sequence[Group]) -> Figure:
-    """What each task lost by the last task learned, a line a group: mean over the seeds, with a band."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = figure.add_subplot()
+    """What each task lost by the last task learned, a line per group: mean over the seeds, with a band."""
+    figure, (axes,) = frame(7.2, 4.0)
     for i, group in enumerate(groups):
         losses = 100 * np.stack([run.forgetting_by_task() for run in group.runs])  # (seeds, tasks - 1)
-        mean, colour = losses.mean(axis=0), COLOURS[i % len(COLOURS)]
-        marker = MARKERS[i % len(MARKERS)] if len(mean) <= 25 else None
-        style = ("-", "--", ":", "-.")[i // len(COLOURS) % 4]
-        label = name_of(group)
-        axes.plot(_numbers(mean), mean, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
-        if len(losses) > 1:
-            std = losses.std(axis=0, ddof=1)
-            axes.fill_between(_numbers(mean), mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
+        std = losses.std(axis=0, ddof=1) if len(losses) > 1 else None
+        _curve(axes, i, losses.mean(axis=0), std, label_of(group), marked=losses.shape[1] <= 25)
     axes.axhline(0, color=QUIET, linewidth=1)
     _number_tasks(axes.xaxis, max((group.first.tasks_done - 1 for group in groups), default=0), first=1)
     axes.set(xlabel="task", ylabel="forgetting (points)")
@@ -230,8 +229,10 @@ def final_figures(groups: Sequence[Group]) -> Figure:
     """Final accuracy and forgetting of finished groups: mean, deviation, and each seed as a dot."""
     finished = [(i, group) for i, group in enumerate(groups) if group.finished]
     headline = common_headline(run for _, group in finished for run in group.runs)
-    figure = Figure(figsize=(9.6, 1.3 + 0.5 * max(len(finished), 1)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    labels = [label_of(group) for _, group in finished]
+    margin = 0.3 + 0.085 * max(map(len, labels), default=0)  # names may be long
+    height = 1.3 + 0.5 * max(len(finished), 1)
+    figure, (left, right) = frame(7.2 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
     names = (
         (left, f"final_accuracy_{headline}", "Final accuracy (%), higher is better"),
         (right, "forgetting", "Forgetting (points), lower is better"),
@@ -248,21 +249,14 @@ def final_figures(groups: Sequence[Group]) -> Figure:
             if value.std is not None:
                 seeds = [100 * (run.metric(name) or 0.0) for run in group.runs]
                 axes.plot(seeds, [row + 0.2] * len(seeds), "o", color=colour, alpha=0.55, markersize=3.2)
-            axes.annotate(
-                one_decimal(value.mean),
-                (value.mean, row),
-                (0, 8),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9.5,
-            )
+            write_at(axes, [value.mean], [row], [one_decimal(value.mean)], 8, fontsize=9.5)
         axes.set_title(title, fontsize=10.5)
         axes.set_ylim(len(finished) - 0.45, -0.75)
         axes.margins(x=0.12)
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-    left.set_yticks(range(len(finished)), [name_of(group) for _, group in finished])
+    left.set_yticks(range(len(finished)), labels)
     return figure
 
 
@@ -272,77 +266,104 @@ def training_curves(record: RunRecord) -> Figure:
     epochs = record.epochs
     panels = [("loss", "training loss", 1.0), ("accuracy", "training accuracy (%)", 100.0)]
     panels = [panel for panel in panels if any(isinstance(epoch.get(panel[0]), int | float) for epoch in epochs)]
-    figure = Figure(figsize=(7.2, 1.4 + 1.9 * max(len(panels), 1)), layout="constrained")
-    grid = figure.subplots(max(len(panels), 1), 1, sharex=True, squeeze=False)[:, 0]
+    count = max(len(panels), 1)
+    figure, grid = frame(7.2, 1.4 + 1.9 * count, count, sharex=True, top=0.62)
     starts = [i for i, epoch in enumerate(epochs) if i == 0 or epoch["task"] != epochs[i - 1]["task"]]
     ends = [*starts[1:], len(epochs)]
+    bounds = list(zip(starts, ends, strict=True))
     for axes, (name, label, scale), colour in zip(grid[: len(panels)], panels, COLOURS[: len(panels)], strict=True):
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            values = [epoch.get(name) for epoch in epochs[start:end]]
-            known = [scale * value if isinstance(value, int | float) else np.nan for value in values]
-            marker = "o" if end - start == 1 else None
-            width = 1.6 if len(starts) <= 20 else 0.9
-            axes.plot(np.arange(start, end) + 1, known, color=colour, linewidth=width, marker=marker, markersize=3)
-            if number % 2:
-                axes.axvspan(start + 0.5, end + 0.5, color="#eff2f5", linewidth=0, zorder=0)
+        values = np.array([scale * v if isinstance(v := epoch.get(name), int | float) else np.nan for epoch in epochs])
+        steps = np.column_stack([np.arange(1, len(epochs) + 1), values])
+        width = 1.6 if len(starts) <= 20 else 0.9
+        axes.add_collection(LineCollection([steps[a:b] for a, b in bounds], colors=colour, linewidths=width))
+        single = [a for a, b in bounds if b - a == 1]  # a line of one point shows nothing
+        axes.plot(*steps[single].T, "o", color=colour, markersize=3)
+        shaded = [(a + 0.5, b - a) for a, b in bounds[1::2]]
+        axes.broken_barh(
+            shaded, (0, 1), transform=axes.get_xaxis_transform(), facecolor="#eff2f5", linewidth=0, zorder=0
+        )
         axes.set_ylabel(label)
         axes.set_xlim(0.5, max(len(epochs), 1) + 0.5)
         axes.grid(axis="x", visible=False)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * float(np.nanmax(values, initial=0)) or 1)
     if len(starts) <= 20:
-        for start, end in zip(starts, ends, strict=True):
-            place = ((start + end + 1) / 2, 1.0)
-            words = (
-                f"task {epochs[start]['task'] + 1}" if len(starts) <= MOST_NUMBERS else str(epochs[start]["task"] + 1)
-            )
-            grid[0].annotate(
-                words,
-                place,
-                (0, 4),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=QUIET,
-            )
+        prefix = "task " if len(starts) <= MAX_NUMBERED_TASKS else ""
+        words = [f"{prefix}{epochs[start]['task'] + 1}" for start in starts]
+        middles = [(a + b + 1) / 2 for a, b in bounds]
+        write_at(
+            grid[0], middles, [1.0] * len(starts), words, 4, base=grid[0].get_xaxis_transform(), fontsize=8, color=QUIET
+        )
     grid[0].set_title("Training, task by task", pad=20)
     grid[-1].set_xlabel("epoch")
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
 
 
-def shade_range(matrix: Floats) -> tuple[float, float]:
+def write_at(
+    axes: Any, x: Sequence[float] | Floats, y: Sequence[float] | Floats, words: Sequence[str], points: float,
+    base: Any = None, **style: Any,
+) -> None:  # fmt: skip
+    """Words at each place, moved up by `points` or, if negative, down; `base` replaces the axes' coordinates."""
+    up = ScaledTranslation(0, points / 72, axes.figure.dpi_scale_trans)
+    place = (axes.transData if base is None else base) + up
+    aligned = "bottom" if points > 0 else "baseline"
+    for a, b, text in zip(x, y, words, strict=True):
+        axes.text(a, b, text, **{"transform": place, "ha": "center", "va": aligned, "fontsize": 8.5, **style})
+
+
+def _curve(axes: Any, i: int, mean: Floats, std: Floats | None, label: str, marked: bool) -> None:
+    """The i-th line of a figure, with a band of one deviation."""
+    colour, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i // len(COLOURS) % len(LINE_STYLES)]
+    marker = MARKERS[i % len(MARKERS)] if marked else None
+    axes.plot(_task_numbers(mean), mean, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
+    if std is not None:
+        axes.fill_between(_task_numbers(mean), mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
+
+
+def _signed(value: float) -> str:
+    """A change in points: with a minus sign, not a hyphen, and a plus for a gain."""
+    words = one_decimal(value).replace("-", MINUS)
+    return words if value <= 0 or words == "0.0" else f"+{words}"
+
+
+def shade_range(accuracies: Floats) -> tuple[float, float]:
     """The accuracies that get the lightest and the darkest shade: whole tens, so that tables can be compared."""
-    known = matrix[np.isfinite(matrix)]
+    known = accuracies[np.isfinite(accuracies)]
     low = float(np.floor(known.min() / 10) * 10) if len(known) else 0.0
     return min(low, 90.0), 100.0
 
 
-def name_of(group: Group) -> str:
-    """A group's label as plain text of one line: matplotlib takes dollar signs for formulas, and leaves out of a
+def label_of(group: Group) -> str:
+    """A group's label as plain text on one line: matplotlib takes dollar signs for formulas, and leaves out of a
     legend what begins with an underscore."""
     label = " ".join(group.label.split()) + (f" ({group.progress})" if group.progress else "")
     label = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
-def _numbers(values: Floats) -> Floats:
+def _task_numbers(values: Floats) -> Floats:
     return np.arange(1, len(values) + 1, dtype=np.float64)
 
 
 def _number_tasks(axis: Any, done: int, first: int = 0) -> None:
     """Ticks for tasks, which are counted from one: all of them, or the first and round numbers, a dozen at most.
 
-    `first`: where the first task stands on the axis.
+    `first`: where the first task is on the axis.
     """
-    step = next((step for step in (1, 5, 10, 20, 50, 100) if done <= MOST_NUMBERS * step), 200)
+    step = next((step for step in (1, 5, 10, 20, 50, 100) if done <= MAX_NUMBERED_TASKS * step), 200)
     numbers = [number for number in range(1, done + 1) if number == 1 or number % step == 0]
     axis.set_ticks([number - 1 + first for number in numbers], [str(number) for number in numbers])
 
 
 def legend_below(figure: Figure, axes: Any, entries: int) -> None:
-    """Below the plot, where it covers nothing, in as many columns as long names allow."""
+    """Below the plot, where it covers nothing, in as many columns as long names allow; the plot makes room for it."""
     handles, labels = axes.get_legend_handles_labels()
     longest = max((len(label) for label in labels), default=1)
     columns = max(1, min(entries, 4, 84 // (longest + 6)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9.5)
+    rows = -(-len(labels) // columns)
+    height = figure.get_figheight()
+    figure.subplots_adjust(bottom=figure.subplotpars.bottom + (rows * LEGEND_ROW + 0.06) / height)
+    figure.legend(
+        handles, labels, loc="lower center", ncols=columns, fontsize=9.5, bbox_to_anchor=(0.5, 0.02 / height),
+        borderaxespad=0.2,
+    )  # fmt: skip

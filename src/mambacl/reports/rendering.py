@@ -1,4 +1,4 @@
-"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `markup`."""
+"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `templates`."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ def to_text(table: Table, width: int = 120) -> str:
     lines: list[str] = []
     for block in _blocks(widths, width):
         height = max(len(heads[i]) for i in block)
-        padded = [[""] * (height - len(head)) + head for head in heads]  # titles stand on the rule
+        padded = [[""] * (height - len(head)) + head for head in heads]  # titles are flush with the rule below them
         lines += [
             line([head[number] if number < len(head) else "" for head in padded], block) for number in range(height)
         ]
@@ -55,7 +55,7 @@ def _wrapped(title: str, width: int = 12) -> list[str]:
 
 
 def _blocks(widths: list[int], width: int) -> list[list[int]]:
-    """Columns that stand side by side; the first column opens every block."""
+    """Columns that are printed side by side; the first column opens every block."""
     blocks = [[0]] if widths else []
     for i in range(1, len(widths)):
         taken = sum(widths[j] + 2 for j in blocks[-1])
@@ -112,7 +112,7 @@ def to_csv(table: Table) -> str:
 
 
 def markdown_escaped(text: str) -> str:
-    """Text that Markdown shows as it is. An underscore within a word is left alone, for it means nothing there."""
+    """Text that Markdown shows unchanged. An underscore within a word means nothing there and is left alone."""
     text = re.sub(r"([\\`*\[\]<>|&~$])", r"\\\1", _one_line(text))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
 

@@ -1,283 +1,196 @@
-"""The page of a single run, from its headline figures down to its configuration."""
+"""The data of a single run's page; `templates/run.html` has its words."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mambacl.evaluation import SCENARIOS
 from mambacl.reports import audits, figures, spectra_figures
-from mambacl.reports.families import spectrum_families
 from mambacl.reports.groups import Value, group_runs
-from mambacl.reports.markup import (
-    Picture,
-    Section,
-    cards,
-    class_table,
-    copyable,
-    document,
-    duration,
-    escaped,
-    facts,
-    matrix_html,
-    note_list,
-    status_mark,
-    table_html,
-    time_bar,
-)
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
-from mambacl.reports.tables import FORMULAS, comparison_table, metrics_table, one_decimal
+from mambacl.reports.spectra import FeatureSpectra, spectra_by_feature
+from mambacl.reports.tables import comparison_table, metrics_table
+from mambacl.reports.templating import Page, Picture, render
+from mambacl.training.metrics import Metric, table_metrics
 
-OPEN_MATRIX = 12  # tasks up to which the table of numbers is unfolded from the start
+Data = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Page:
-    html: str
-    pictures: tuple[Picture, ...]
+class Cell:
+    accuracy: float
+    """in per cent"""
+    shade: float | None
+    """how dark, from 0 to 1; None for an accuracy that is not known"""
+
+
+@dataclass(frozen=True)
+class Row:
+    cells: tuple[Cell, ...]
+    mean: float
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The accuracy matrix of a run in per cent, with the shade of each cell."""
+
+    over: str
+    rows: tuple[Row, ...]
+    lost: tuple[float, ...]
+    """forgetting of each task but the last"""
+    mean_lost: float | None
 
 
 def run_page(record: RunRecord) -> Page:
-    title = f"{record.method} on {record.benchmark}"
-    accuracy, pictures = _accuracy(record)
-    training, more = _training(record)
-    space, most = _null_space(record)
-    audit, rest = _audit(record)
-    data = [_classes(record), *_skipped(record)]
-    sections = [*accuracy, *training, *space, *audit, *data, _table(record), _settings(record)]
-    return Page(document(title, _header(record, title), sections), (*pictures, *more, *most, *rest))
-
-
-def banner(record: RunRecord, who: str = "This run") -> str:
-    """What to do about a run that is not finished; empty for one that is."""
-    if record.finished:
-        return ""
-    done = f"{record.tasks_done} of {len(record.tasks)} tasks are done"
-    command = f"mambacl resume {shlex.quote(str(record.folder))}"
-    words = "If it no longer runs, continue it with" if record.status == "running" else "Continue it with"
-    return (
-        f'<div class="banner" role="status"><p><strong>{escaped(who)} is not finished</strong> '
-        f"(status: {escaped(record.status)}; {done}). {words} <code>{escaped(command)}</code>.</p></div>"
-    )
-
-
-def _header(record: RunRecord, title: str) -> str:
-    entries = [("backbone", record.backbone), ("seed", record.seed), ("tasks", len(record.tasks))]
-    entries.append(("classes", len({class_id for task in record.tasks for class_id in task})))
-    entries.append(("scenario", f"{record.scenario}-incremental"))
-    setting = record.config.get("setting")
-    if isinstance(setting, str):
-        entries.append(("setting", setting))
-    if record.skipped:
-        entries.append(("images left out", f"{len(record.skipped):,}"))
-    heading = f"<h1>{escaped(title)} {status_mark(record)}</h1>"
-    return heading + facts(entries) + banner(record) + (cards(_headline(record)) if record.tasks_done else "")
-
-
-def _headline(record: RunRecord) -> list[tuple[str, Value | str | None, str]]:
-    so_far = "" if record.finished else " so far"
-    over = record.headline
-    if record.finished:
-        first = ("Final accuracy", record.metric(f"final_accuracy_{over}"), FORMULAS[f"final_accuracy_{over}"])
-    else:
-        label = f"Accuracy after {record.tasks_done} of {len(record.tasks)} tasks"
-        first = (label, float(record.after_each_task(over)[-1]), f"accuracy: mean over the {over} seen")
-    names = ("forgetting", "learning_accuracy", "average_incremental_accuracy")
-    rest = [(name.replace("_", " ").capitalize() + so_far, record.metric(name), FORMULAS[name]) for name in names]
-    return [
-        (label, None if value is None or not np.isfinite(value) else Value(100 * value), formula.partition(": ")[2])
-        for label, value, formula in (first, *rest)
-    ]
-
-
-def _accuracy(record: RunRecord) -> tuple[list[Section], list[Picture]]:
-    done = record.tasks_done
-    if not done:
-        body = "<p>No task is finished yet; its accuracies will stand here.</p>"
-        return [Section("accuracy", "Accuracy", body)], []
-    curve = 100 * record.after_each_task(record.headline)
-    matrix = 100 * record.accuracies()
-    pictures = [
-        Picture(
-            "accuracy.png",
-            figures.png(figures.accuracy_curves(group_runs([record]))),
-            f"Line chart of the accuracy after each task: {one_decimal(curve[0])} per cent after the first, "
-            f"{one_decimal(curve[-1])} after task {done}.",
-        ),
-        Picture(
-            "matrix.png",
-            figures.png(figures.accuracy_matrix(record)),
-            f"Heat map of the accuracy on each of {done} tasks after each task; after the last, from "
-            f"{one_decimal(np.nanmin(matrix[-1]))} to {one_decimal(np.nanmax(matrix[-1]))} per cent.",
-        ),
-    ]
-    body = f'<div class="pair">{"".join(picture.html() for picture in pictures)}</div>'
-    state = " open" if done <= OPEN_MATRIX else ""
-    body += f"<details{state}><summary>The numbers</summary>{matrix_html(record)}</details>"
-    lead = f"After each task the model is tested on every task so far, and {SCENARIOS[record.scenario]}."
-    sections = [Section("accuracy", "Accuracy", body, lead)]
-    if done > 1:
-        lost = 100 * record.forgetting_by_task()
-        worst = int(np.nanargmax(lost)) if np.isfinite(lost).any() else 0
-        alt = (
-            f"For each task its best accuracy before the last task and its accuracy after it; the greatest loss is "
-            f"{one_decimal(lost[worst])} points, on task {worst + 1}."
-        )
-        picture = Picture("forgetting.png", figures.png(figures.forgetting_by_task(record)), alt)
-        lead = "The gap between the best accuracy before the last task and the accuracy after it, task by task."
-        sections.append(Section("forgetting", "Forgetting", picture.html() + note_list([FORMULAS["forgetting"]]), lead))
-        pictures.append(picture)
-    return sections, pictures
-
-
-def _training(record: RunRecord) -> tuple[list[Section], list[Picture]]:
-    results = record.results
-    seconds = {str(k): float(v) for k, v in results.get("seconds", {}).items() if isinstance(v, int | float)}
-    entries = [("total", duration(sum(seconds.values())))] if sum(seconds.values()) > 0 else []
-    if results.get("images_per_second"):
-        entries.append(("training speed", f"{results['images_per_second']:,.0f} images per second"))
-    if results.get("peak_memory_bytes"):
-        entries.append(("peak memory", f"{results['peak_memory_bytes'] / 2**30:.1f} GiB"))
-    body = (facts(entries) if entries else "") + time_bar(seconds)
-    pictures = []
-    if record.epochs:
-        alt = f"Training loss and accuracy over {len(record.epochs)} epochs, task by task."
-        pictures.append(Picture("training.png", figures.png(figures.training_curves(record)), alt))
-        body += pictures[0].html()
-    return ([Section("training", "Training and time", body)] if body else []), pictures
-
-
-def _null_space(record: RunRecord) -> tuple[list[Section], list[Picture]]:
-    families = spectrum_families(record)
-    if not families or record.spectra_task is None:
-        return [], []
-    counts = ", ".join(f"{family.title}: {_mean_share(family.spectra):.0f} per cent" for family in families)
-    protected = Picture(
-        "protected.png",
-        figures.png(spectra_figures.protected_directions(families)),
-        f"Protected directions by block. Null directions, mean over the blocks: {counts}.",
-    )
-    folded: list[str] = []
-    pictures = [protected]
-    for family in families:
-        picture = Picture(
-            f"spectra-{family.slug}.png",
-            figures.png(spectra_figures.spectra(family)),
-            f"Spectra of the covariance behind {family.title} in {len(family.spectra)} blocks on a logarithmic scale, "
-            f"with the null directions shaded: {_mean_share(family.spectra):.0f} per cent of them on average.",
-            family.meaning and f"The feature {family.feature}: {family.meaning}.",
-        )
-        pictures.append(picture)
-        state = "" if folded else " open"
-        words = f"Spectra behind {family.title}"
-        folded.append(f"<details{state}><summary>{escaped(words)}</summary>{picture.html()}</details>")
-    lead = (
-        f"After task {record.spectra_task + 1}: which directions the features of the tasks so far leave free. "
-        f"The next updates are projected onto these null directions, as strictly as eta says. {_how(record.setting)}"
-    )
-    return [Section("null-space", "Null space", protected.html() + "".join(folded), lead)], pictures
-
-
-def _how(setting: Mapping[str, Any]) -> str:
-    """The choices behind the ranks and the projection, in a sentence."""
-    if "rank" not in setting:
-        return ""
-    over = "over all blocks together" if setting.get("rank_over") == "all" else "block by block"
-    words = f"Ranks by {setting['rank']}, {over}; eta {setting.get('eta')}"
-    if setting.get("scaling") == "frobenius":
-        words += "; projectors divided by their norm, as in the released code, so that steps are mostly shorter"
-    return words + "."
-
-
-def _audit(record: RunRecord) -> tuple[list[Section], list[Picture]]:
-    audit, pictures, body = record.audit, [], ""
-    if audit.get("tasks"):
-        worst = max(found.get("output", 0.0) for entry in audit["tasks"] for found in entry["drift"].values())
-        alt = (
-            f"Heat maps of the relative change of five quantities by task and block; of an output, at most {worst:.1e}."
-        )
-        pictures.append(Picture("audit-drift.png", figures.png(audits.drift_map(audit)), alt))
-        body += (
-            pictures[-1].html()
-            + f"<details><summary>The numbers</summary>{table_html(audits.drift_table(audit))}</details>"
-        )
-    if audit.get("updates"):
-        alt = "Heat maps of the share of the last task's updates in protected directions, before and after projection."
-        pictures.append(Picture("audit-updates.png", figures.png(audits.updates_map(audit)), alt))
-        body += (
-            pictures[-1].html()
-            + f"<details><summary>By task</summary>{table_html(audits.updates_table(audit))}</details>"
-        )
-    if not body:
-        return [], []
-    lead = (
-        "How far what every block made of images of earlier tasks has moved since, and how much of each update lay in "
-        "directions that were protected for them."
-    )
-    if not audit.get("tasks"):
-        lead = (
-            "How much of each update lay in directions that were protected for earlier tasks. A run with "
-            "--audit-images N also shows how far the features of each task have moved."
-        )
-    return [Section("audit", "Consistency audit", body, lead)], pictures
-
-
-def _mean_share(spectra: Mapping[str, tuple[np.ndarray, int]]) -> float:
-    return float(np.mean([100 * rank / len(values) for values, rank in spectra.values()]))
-
-
-def _classes(record: RunRecord) -> Section:
-    order = record.results.get("class_order") or []
-    body = class_table(record)
-    if record.domains:
-        names = "\n".join(record.class_name(class_id) for class_id in record.tasks[0])
-        body += copyable("The classes, which all tasks share", names)
-    elif order:
-        body += copyable("The class order, as numbers", " ".join(str(class_id) for class_id in order))
-    fingerprint = record.stream.get("fingerprint")
-    if fingerprint:
-        body += f"<p>Fingerprint of the data: <code>{escaped(fingerprint)}</code></p>"
-    return Section("classes", "Domains by task" if record.domains else "Classes by task", body)
-
-
-def _skipped(record: RunRecord) -> list[Section]:
-    count = len(record.skipped)
-    if not count:
-        return []
-    lead = "Files that could not be read. Figures are comparable only with runs that left out the same ones."
-    words = f"{count:,} {'image' if count == 1 else 'images'}"
-    return [Section("skipped", "Images left out", copyable(words, "\n".join(record.skipped), count <= 20), lead)]
-
-
-def _table(record: RunRecord) -> Section:
     table = comparison_table([record])
-    body = table_html(metrics_table(record))
-    body += copyable("Markdown", to_markdown(table)) + copyable("LaTeX", to_latex(table))
-    return Section("table", "Metrics", body)
+    data: Data = {
+        "run": record,
+        "classes": len({class_id for task in record.tasks for class_id in task}),
+        "headline": _headline(record),
+        "accuracy": _accuracy(record),
+        "forgetting": _forgetting(record),
+        "training": _training(record),
+        "null_space": _null_space(record),
+        "audit": _audit(record),
+        "tasks": _tasks(record),
+        "shared_classes": [record.class_name(class_id) for class_id in record.tasks[0]] if record.domains else [],
+        "metrics": metrics_table(record),
+        "markdown": to_markdown(table),
+        "latex": to_latex(table),
+        "transforms": _transforms(record),
+    }
+    return render("run.html", **data)
+
+
+def matrix(record: RunRecord) -> Matrix:
+    accuracies = 100 * record.accuracies()
+    low, high = figures.shade_range(accuracies)
+    means = 100 * record.after_each_task(record.headline)
+    rows = []
+    for t, mean in enumerate(means):
+        known = np.isfinite(accuracies[t, : t + 1])
+        shades = 0.06 + 0.54 * np.clip((accuracies[t, : t + 1] - low) / (high - low), 0, 1)
+        cells = zip(accuracies[t], shades, known, strict=False)
+        rows.append(Row(tuple(Cell(float(a), float(s) if k else None) for a, s, k in cells), float(mean)))
+    lost = tuple(100 * record.forgetting_by_task())
+    return Matrix(record.headline, tuple(rows), lost, float(np.mean(lost)) if lost else None)
+
+
+def _headline(record: RunRecord) -> list[tuple[Metric, Value | None]]:
+    if not record.tasks_done:
+        return []
+    values = [(metric, record.metric(metric.name)) for metric in table_metrics(record.headline)]
+    return [(metric, None if value is None else Value(100 * value)) for metric, value in values]
+
+
+def _accuracy(record: RunRecord) -> Data:
+    if not record.tasks_done:
+        return {}
+    curve, last = 100 * record.after_each_task(record.headline), 100 * record.accuracies()[-1]
+    return {
+        "curve": Picture("accuracy.png", figures.png(figures.accuracy_curves(group_runs([record])))),
+        "first": curve[0],
+        "last": curve[-1],
+        "heat_map": Picture("matrix.png", figures.png(figures.accuracy_matrix(record))),
+        "lowest": np.nanmin(last),
+        "highest": np.nanmax(last),
+        "matrix": matrix(record),
+    }
+
+
+def _forgetting(record: RunRecord) -> Data:
+    if record.tasks_done < 2:
+        return {}
+    lost = 100 * record.forgetting_by_task()
+    worst = int(np.nanargmax(lost)) if np.isfinite(lost).any() else 0
+    picture = Picture("forgetting.png", figures.png(figures.forgetting_by_task(record)))
+    return {"picture": picture, "worst": lost[worst], "worst_task": worst + 1}
+
+
+def _training(record: RunRecord) -> Data:
+    seconds = {str(k): float(v) for k, v in record.results.get("seconds", {}).items() if isinstance(v, int | float)}
+    total = sum(seconds.values())
+    phases = [
+        {
+            "name": name,
+            "seconds": value,
+            "percent": 100 * value / total,
+            "colour": figures.COLOURS[i % len(figures.COLOURS)],
+        }
+        for i, (name, value) in enumerate(seconds.items())
+        if total > 0
+    ]
+    return {
+        "phases": phases,
+        "speed": record.results.get("images_per_second"),
+        "memory": record.results.get("peak_memory_bytes"),
+        "curves": Picture("training.png", figures.png(figures.training_curves(record))) if record.epochs else None,
+    }
+
+
+def _null_space(record: RunRecord) -> Data:
+    families = spectra_by_feature(record)
+    if not families or record.spectra_task is None:
+        return {}
+    return {
+        "protected": Picture("protected.png", figures.png(spectra_figures.protected_directions(families))),
+        "spectra": [_spectra(family) for family in families],
+    }
+
+
+def _spectra(family: FeatureSpectra) -> Data:
+    return {
+        "title": family.title,
+        "blocks": len(family.spectra),
+        "null_percent": float(np.mean([100 * rank / len(values) for values, rank in family.spectra.values()])),
+        "feature": family.feature,
+        "meaning": family.meaning,
+        "picture": Picture(f"spectra-{family.slug}.png", figures.png(spectra_figures.spectra(family))),
+    }
+
+
+def _audit(record: RunRecord) -> Data:
+    audit = record.audit
+    data: Data = {"drift": None, "updates": None}
+    if audit.get("tasks"):
+        data |= {
+            "drift": Picture("audit-drift.png", figures.png(audits.drift_map(audit))),
+            "drift_table": audits.drift_table(audit),
+            "largest": max(found.get("output", 0.0) for entry in audit["tasks"] for found in entry["drift"].values()),
+        }
+    if audit.get("updates"):
+        data |= {
+            "updates": Picture("audit-updates.png", figures.png(audits.updates_map(audit))),
+            "updates_table": audits.updates_table(audit),
+        }
+    return data
+
+
+def _tasks(record: RunRecord) -> list[Data]:
+    """The classes of each task by name, or its domain; the tasks to come included."""
+    totals, domains = record.results["total"], record.domains
+    return [
+        {
+            "classes": len(task),
+            "tested": totals[t] if t < len(totals) else None,
+            "names": [domains[t]] if domains else [record.class_name(class_id) for class_id in task],
+            "done": t < record.tasks_done,
+        }
+        for t, task in enumerate(record.tasks)
+    ]
+
+
+def _transforms(record: RunRecord) -> list[str]:
+    """What is done to images, one line for training and one for testing."""
+    transforms = record.stream.get("transforms")
+    if not isinstance(transforms, Mapping):
+        return []
+    return [f"{name}: {', then '.join(_step(step) for step in steps)}" for name, steps in transforms.items()]
 
 
 def _step(step: Mapping[str, Any]) -> str:
     """{"resize": 32, "interpolation": "bicubic"} as 'resize 32, interpolation bicubic'."""
     parts = {key: _step(value) if isinstance(value, Mapping) else value for key, value in step.items()}
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())
-
-
-def _settings(record: RunRecord) -> Section:
-    config = record.folder / "config.yaml"
-    again = record.folder.with_name(f"{record.folder.name}-again")  # its own folder would show the finished run
-    command = f"mambacl train {shlex.quote(str(config))} --out {shlex.quote(str(again))}"
-    body = f"<p>To make this run again:</p><pre class=copy>{escaped(command)}</pre>" if record.config_text else ""
-    if record.config_text:
-        body += copyable("Resolved configuration (config.yaml)", record.config_text)
-    transforms = record.stream.get("transforms")
-    if isinstance(transforms, Mapping):
-        lines = [f"{name}: {', then '.join(_step(step) for step in steps)}" for name, steps in transforms.items()]
-        body += copyable("What is done to images", "\n".join(lines))
-    versions = record.results.get("versions", {})
-    if versions:
-        body += "<h3>Versions</h3>" + facts([(name, versions[name]) for name in versions])
-    body += f"<p>Run folder: <code>{escaped(record.folder)}</code></p>"
-    return Section("settings", "Configuration", body)

@@ -1,92 +1,125 @@
 """Figures of the null space: every block's spectrum with the chosen rank, and what each block protects."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.typing import ArrayLike
 
-from mambacl.reports.families import Family
-from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, legend_below, styled
+from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_below, styled
+from mambacl.reports.runs import Floats
+from mambacl.reports.spectra import FeatureSpectra
 
 FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
+MAX_POINTS = 240  # of a curve: a panel is no more pixels wide
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One block's small plot: its place in the figure, and its scales. Lengths are inches."""
+
+    left: float
+    bottom: float
+    width: float
+    height: float
+    size: int
+    """directions"""
+    lowest: float
+    """the eigenvalue at the bottom"""
+    log_x: bool
+
+    def x(self, direction: ArrayLike) -> Floats:
+        low, high = (0.9 if self.log_x else 0.5), self.size + 0.5
+        place = np.asarray(direction, dtype=np.float64)
+        if self.log_x:
+            low, high, place = np.log(low), np.log(high), np.log(np.maximum(place, low))
+        return self.left + self.width * (place - low) / (high - low)
+
+    def y(self, value: ArrayLike) -> Floats:
+        low, high = np.log(self.lowest), np.log(3.0)
+        return self.bottom + self.height * (np.log(value) - low) / (high - low)
+
+    def curve(self, values: Floats) -> Floats:
+        """The spectrum as points of the figure, (points, 2); of a long one, as many as can be seen."""
+        count = len(values)
+        steps = np.geomspace(1, count, MAX_POINTS) if self.log_x else np.linspace(1, count, MAX_POINTS)
+        shown = np.unique(np.round(steps).astype(int)) if count > MAX_POINTS else np.arange(1, count + 1)
+        return np.column_stack([self.x(shown), self.y(values[shown - 1])])
+
+    def directions(self) -> list[int]:
+        """What the horizontal axis numbers."""
+        locator = LogLocator(numticks=5) if self.log_x else MaxNLocator(3, integer=True)
+        return [round(tick) for tick in locator.tick_values(1, self.size) if 1 <= tick <= self.size]
 
 
 @styled
-def spectra(family: Family) -> Figure:
-    """Small multiples, one a block: eigenvalues relative to the largest, with the null directions shaded."""
+def spectra(family: FeatureSpectra) -> Figure:
+    """Small multiples, one per block: eigenvalues relative to the largest, with the null directions shaded.
+
+    All panels are drawn together, line by line and text by text: an `Axes` for each would take ten times as long.
+    """
     count = len(family.spectra)
     columns = min(count, 8 if count > 24 else 6 if count > 8 else 4)
     rows = -(-count // columns)
-    figure = Figure(figsize=(max(4.4, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)))
-    figure.subplots_adjust(
-        left=0.62 / figure.get_figwidth(),
-        right=1 - 0.14 / figure.get_figwidth(),
-        bottom=0.52 / figure.get_figheight(),
-        top=1 - 0.72 / figure.get_figheight(),
-        hspace=0.42,
-        wspace=0.16,
-    )
-    same_size = len({len(spectrum.values) for spectrum in family.spectra.values()}) == 1
-    grid = figure.subplots(rows, columns, sharex=same_size, sharey=True, squeeze=False).ravel()
-    relative = {block: _relative(spectrum.values) for block, spectrum in family.spectra.items()}
+    width, height = max(4.4, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)
+    figure = Figure(figsize=(width, height))
+    across, down = (width - 0.62) / columns, (height - 0.88) / rows
+    relative = [_relative(spectrum.values) for spectrum in family.spectra.values()]
+    lowest = max(min((float(values[-1]) for values in relative), default=FLOOR), FLOOR) / 3
     kept_shares = [1 - spectrum.rank / len(spectrum.values) for spectrum in family.spectra.values()]
     early = float(np.median(kept_shares)) < 0.25  # a corner among the first directions needs room
-    lowest = max(min((float(values[-1]) for values in relative.values()), default=FLOOR), FLOOR)
-    for axes in grid[count:]:
-        axes.set_axis_off()
-    for axes, (block, spectrum) in zip(grid[:count], family.spectra.items(), strict=True):
-        size = len(spectrum.values)
-        kept = size - spectrum.rank
-        axes.axvspan(kept + 0.5, size + 0.5, color="#d9efe8", linewidth=0, zorder=0)
-        axes.axvline(kept + 0.5, color=COLOURS[2], linewidth=1.0)
-        axes.plot(np.arange(1, size + 1), relative[block], color=COLOURS[0], linewidth=1.4)
-        axes.set_title(block, fontsize=8.5, pad=3)
-        words = f"{spectrum.rank} of {size}"
-        axes.set_title(words, fontsize=7.5, pad=3, loc="right", color="#00704f", fontweight="normal")
-        axes.tick_params(labelsize=7.5, length=2)
-        axes.grid(False)
-    # Panels share their axes: to set one sets all, and to set each sets all of them as many times.
-    grid[0].set_yscale("log")
-    grid[0].set_ylim(lowest / 3, 3)
-    grid[0].yaxis.set_major_locator(LogLocator(numticks=4))
-    grid[0].yaxis.set_minor_locator(NullLocator())
-    numbered = 1 if same_size else count
-    for axes, spectrum in zip(grid[:numbered], list(family.spectra.values())[:numbered], strict=True):
-        _number_directions(axes, len(spectrum.values), early)
-    last_in_column = {i % columns: i for i in range(count)}
-    for i, axes in enumerate(grid[:count]):
-        axes.tick_params(labelbottom=not same_size or last_in_column[i % columns] == i)
-    left = 0.12 / figure.get_figwidth()
-    top = 1 - 0.12 / figure.get_figheight()
-    figure.text(left, top, f"Spectra behind {family.title}", fontsize=11.5, fontweight="bold", va="top")
-    words = "a panel a block; shaded, and counted on the right: null directions" + (
-        f"; feature: {family.feature}" if family.feature else ""
-    )
-    figure.text(left, top - 0.21 / figure.get_figheight(), words, fontsize=8.5, color=QUIET, va="top")
-    figure.supxlabel("direction, by eigenvalue", fontsize=9, color=INK, y=0.08 / figure.get_figheight())
-    figure.supylabel("eigenvalue / largest", fontsize=9, color=INK, x=0.06 / figure.get_figwidth())
+    same_size = len({len(values) for values in relative}) == 1
+    curves, corners, shades, rules = [], [], [], []
+
+    def write(x: float, y: float, words: str, size: float = 7.5, **style: object) -> None:
+        figure.text(x / width, y / height, words, fontsize=size, **style)  # type: ignore[arg-type]
+
+    for i, (block, spectrum) in enumerate(family.spectra.items()):
+        row, column = divmod(i, columns)
+        left, bottom = 0.62 + column * across, height - 0.36 - (row + 1) * down
+        panel = Panel(left, bottom, across - 0.14, down - 0.36, len(spectrum.values), lowest, early)
+        right, top = left + panel.width, bottom + panel.height
+        corner = float(panel.x(panel.size - spectrum.rank + 0.5))
+        shades.append([(corner, bottom), (right, bottom), (right, top), (corner, top)])
+        corners.append([(corner, bottom), (corner, top)])
+        curves.append(panel.curve(relative[i]))
+        rules.append([(left, top), (left, bottom), (right, bottom)])
+        write(left, top + 0.05, block, 8.5, fontweight="bold")
+        write(right, top + 0.05, f"{spectrum.rank} of {panel.size}", ha="right", color="#00704f")
+        for value in LogLocator(numticks=4).tick_values(lowest, 3):
+            if lowest <= value <= 3:
+                y = float(panel.y(value))
+                rules.append([(left - 0.03, y), (left, y)])
+                if column == 0:
+                    words = "10" + str(round(np.log10(value))).translate(SUPERSCRIPTS)
+                    write(left - 0.06, y, words, ha="right", va="center_baseline")
+        for direction in panel.directions():
+            x = float(panel.x(direction))
+            rules.append([(x, bottom), (x, bottom - 0.03)])
+            if not same_size or i + columns >= count:
+                write(x, bottom - 0.06, str(direction), ha="center", va="top")
+    inches = figure.dpi_scale_trans
+    figure.add_artist(PolyCollection(shades, facecolors="#d9efe8", linewidths=0, transform=inches))
+    figure.add_artist(LineCollection(rules, colors=QUIET, linewidths=0.8, transform=inches))
+    figure.add_artist(LineCollection(corners, colors=COLOURS[2], linewidths=1.0, transform=inches))
+    figure.add_artist(LineCollection(curves, colors=COLOURS[0], linewidths=1.4, transform=inches))
+    write(0.12, height - 0.12, f"Spectra behind {family.title}", 11.5, fontweight="bold", va="top")
+    feature = f"; feature: {family.feature}" if family.feature else ""
+    words = f"one panel per block; null directions are shaded, and counted on the right{feature}"
+    write(0.12, height - 0.33, words, 8.5, color=QUIET, va="top")
+    write(width / 2, 0.08, "direction, by eigenvalue", 9, color=INK, ha="center")
+    write(0.06, height / 2, "eigenvalue / largest", 9, color=INK, va="center", rotation="vertical")
     return figure
 
 
-def _number_directions(axes: Any, size: int, early: bool) -> None:
-    if early:
-        axes.set_xscale("log")
-    axes.set_xlim(0.9 if early else 0.5, size + 0.5)
-    if early:
-        axes.xaxis.set_major_locator(LogLocator(numticks=5))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
-
-
 @styled
-def protected_directions(families: Sequence[Family]) -> Figure:
+def protected_directions(families: Sequence[FeatureSpectra]) -> Figure:
     """How many directions each block protects, on a logarithmic scale: the rest is room to learn in."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = figure.add_subplot()
+    figure, (axes,) = frame(7.2, 4.0)
     blocks = list(dict.fromkeys(block for family in families for block in family.spectra))
     sizes = {block: len(spectrum.values) for family in families for block, spectrum in family.spectra.items()}
     axes.plot(
@@ -116,7 +149,7 @@ def protected_directions(families: Sequence[Family]) -> Figure:
     return figure
 
 
-def _relative(values: np.ndarray) -> np.ndarray:
+def _relative(values: Floats) -> Floats:
     """Eigenvalues over the largest, with a floor for a logarithmic axis."""
     largest = values[0] if len(values) and values[0] > 0 else 1.0
     return np.maximum(values / largest, FLOOR)

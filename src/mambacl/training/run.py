@@ -22,14 +22,15 @@ from mambacl.backbones.loading import HEADS, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
-from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
 from mambacl.precision import float32_products, named
+from mambacl.scenarios import SCENARIOS, Scenario
 from mambacl.streams import Stream, open_stream
 from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder
+from mambacl.training.identity import differences
 from mambacl.training.loop import Loop, TrainingError
 from mambacl.training.seconds import Watch
 
@@ -392,21 +393,6 @@ def _note_end(loop: Loop, status: str) -> None:
         loop.background.wait()
     with suppress(OSError):
         loop.write_results(status)
-
-
-def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Names of options that differ and matter to the outcome."""
-
-    def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    a, b = dict(flat(one.as_dict())), dict(flat(other.as_dict()))
-    immaterial = {"out", "device", "fast", "training.workers", "training.eval_batch_size"}
-    return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in immaterial]
 
 
 def _check_stream(folder: RunFolder, parts: _Parts) -> None:

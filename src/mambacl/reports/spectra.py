@@ -1,4 +1,4 @@
-"""The spectra of a run, put in order: one family for each feature, with one spectrum a block.
+"""The spectra of a run by feature, one spectrum per block.
 
 A run stores what each part is. Where it does not, names tell: they are like `blocks.0.mixer.x_proj.weight[0:12]`, and
 the rows of x_proj are W_delta, W_B and W_C, in that order; the setting says which of them are projected.
@@ -19,7 +19,7 @@ NAME = re.compile(r"(?:(?P<block>.*\d)\.)?(?P<parameter>[^\[]+)(?P<rows>\[.*\])?
 
 
 @dataclass(frozen=True)
-class Family:
+class FeatureSpectra:
     """Spectra of one feature in all blocks. Parts that share the feature appear once, under all their names."""
 
     roles: tuple[str, ...]
@@ -42,18 +42,18 @@ class Family:
         return FEATURES.get(self.feature or "", "")
 
 
-def spectrum_families(record: RunRecord) -> list[Family]:
-    """Families in the order in which their roles appear in a block."""
+def spectra_by_feature(record: RunRecord) -> list[FeatureSpectra]:
+    """In the order in which the roles appear in a block."""
     if record.parts:
-        return _described_families(record)
-    families: dict[tuple[str, ...], dict[str, Spectrum]] = {}
+        return _as_described(record)
+    found: dict[tuple[str, ...], dict[str, Spectrum]] = {}
     for block, roles in _by_block(record).items():
         for shared, spectrum in _shared(roles).items():
-            families.setdefault(shared, {})[block] = spectrum
-    return [Family(roles, _feature(roles, record.setting), spectra) for roles, spectra in families.items()]
+            found.setdefault(shared, {})[block] = spectrum
+    return [FeatureSpectra(roles, _feature(roles, record.setting), spectra) for roles, spectra in found.items()]
 
 
-def _described_families(record: RunRecord) -> list[Family]:
+def _as_described(record: RunRecord) -> list[FeatureSpectra]:
     """From what is stored beside the spectra: parts of a block that have the same feature share its spectrum."""
     shared: dict[tuple[str, str], list[str]] = {}  # block and feature -> kinds
     spectra: dict[tuple[str, str], Spectrum] = {}
@@ -63,13 +63,13 @@ def _described_families(record: RunRecord) -> list[Family]:
             spectra[key] = record.spectra[name]
             if part["kind"] not in shared.setdefault(key, []):
                 shared[key].append(part["kind"])
-    families: dict[tuple[tuple[str, ...], str], dict[str, Spectrum]] = {}
+    found: dict[tuple[tuple[str, ...], str], dict[str, Spectrum]] = {}
     for (block, feature), kinds in shared.items():
         number = ".".join(re.findall(r"\d+", block)) or block
         direction = re.search(r"\((.*)\)", feature)
         roles = tuple(kind if direction is None else f"{kind} ({direction[1]})" for kind in kinds)
-        families.setdefault((roles, feature.partition("(")[0]), {})[number] = spectra[block, feature]
-    return [Family(roles, feature, found) for (roles, feature), found in families.items()]
+        found.setdefault((roles, feature.partition("(")[0]), {})[number] = spectra[block, feature]
+    return [FeatureSpectra(roles, feature, by_block) for (roles, feature), by_block in found.items()]
 
 
 def _by_block(record: RunRecord) -> dict[str, dict[str, Spectrum]]:

@@ -4,20 +4,18 @@ A benchmark is known by its data set and its tasks, not by the name of the run's
 classes or tasks than the paper's gets a column of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mambacl.errors import UserError
-from mambacl.evaluation import METRICS
 from mambacl.methods import METHODS
 from mambacl.nullspace.settings import PAPER_KINDS
-from mambacl.paper import PaperTable, Quoted, Row, paper_table
-from mambacl.registry import did_you_mean
-from mambacl.reports.groups import Group, Value, group_runs
-from mambacl.reports.measured import cost
+from mambacl.paper.quoted import PaperTable, Quoted, Row, paper_table
+from mambacl.reports.costs import cost
+from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.runs import RunRecord
+from mambacl.training.metrics import METRICS
 
 CLASSES = {"cifar100": 100, "imagenet-r": 200, "domainnet-s200": 200}
 """in each of the paper's data sets"""
@@ -27,7 +25,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Names:
+class MetricNames:
     """Which of our figures stand beside the paper's accuracy and forgetting; the defaults are its formulas."""
 
     accuracy: str = "final_accuracy_tasks"
@@ -35,10 +33,7 @@ class Names:
 
     def __post_init__(self) -> None:
         for name in (self.accuracy, self.forgetting):
-            if name not in METRICS:
-                raise UserError(
-                    f"There is no metric '{name}'.{did_you_mean(name, METRICS)} Known: {', '.join(METRICS)}."
-                )
+            METRICS.check(name)
 
 
 @dataclass
@@ -70,7 +65,7 @@ class Line:
     @property
     def state(self) -> str:
         """Whose figures are there, in words."""
-        tools = list(dict.fromkeys(str(run.results["imported"]) for run in self.runs if "imported" in run.results))
+        tools = list(dict.fromkeys(run.imported for run in self.runs if run.imported))
         if self.runs:
             seeds = ", ".join(dict.fromkeys(str(run.seed) for run in self.runs))
             return f"{'imported: ' + ', '.join(tools) + ', ' if tools else ''}seeds {seeds}"
@@ -78,13 +73,13 @@ class Line:
             return "from the rows above"
         if self.row is None or self.row.source == "derived":
             return "the paper's alone"
-        return "no run given" if in_product(self.row) else "not in mambacl"
+        return "no run given" if is_implemented(self.row) else "not in mambacl"
 
 
 @dataclass(frozen=True)
 class Comparison:
     table: PaperTable
-    names: Names
+    names: MetricNames
     keys: tuple[Key, ...]
     """the paper's columns, then those of benchmarks that it has not"""
     lines: tuple[Line, ...]
@@ -95,10 +90,10 @@ class Comparison:
 
 
 def compare_with_paper(
-    name: str, records: Sequence[RunRecord], names: Names | None = None, notes: Sequence[str] = ()
+    name: str, records: Sequence[RunRecord], names: MetricNames | None = None, notes: Sequence[str] = ()
 ) -> Comparison:
     """The paper's table `name` with the figures of the runs beside its own: mean and sample deviation over seeds."""
-    table, names = paper_table(name), names or Names()
+    table, names = paper_table(name), names or MetricNames()
     finished = [record for record in records if record.finished]
     lines: list[Line] = []
     for row in table.rows:
@@ -129,20 +124,20 @@ def _derive(table: PaperTable, lines: Sequence[Line]) -> None:
                 line.ours[key] = Value(after[key].mean - before[key].mean)
                 line.shares[key] = line.ours[key].mean / before[key].mean if before[key].mean else 0.0
         elif row is not None and row.run is not None and "metric" in row.run:
-            whole = _only(lines, "mamba-cl")
-            line.shares |= {key: value.mean / whole[key].mean for key, value in line.ours.items() if key in whole}
+            total = _only(lines, "mamba-cl")
+            line.shares |= {key: value.mean / total[key].mean for key, value in line.ours.items() if key in total}
 
 
 def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
-    """The figures of the one whole row of a method; nothing where there are several, which differ by more."""
+    """The figures of the one row of a method alone; nothing where there are several, which differ by more."""
     found = [line for line in lines if line.row and line.row.run and dict(line.row.run) == {"method": method}]
     return found[0].ours if len(found) == 1 else {}
 
 
 def matches(row: Row, run: RunRecord) -> bool:
     """Whether a run's figures belong in a row of the paper; those of other tools do by the method's name."""
-    if "imported" in run.results:
-        return _plain(run.method) == _plain(row.method)
+    if run.imported:
+        return _without_signs(run.method) == _without_signs(row.method)
     if row.run is None:
         return False
     wanted = row.run
@@ -154,7 +149,7 @@ def matches(row: Row, run: RunRecord) -> bool:
     )
 
 
-def in_product(row: Row) -> bool:
+def is_implemented(row: Row) -> bool:
     return row.run is not None and row.run.get("method", "mamba-cl") in METHODS.names()
 
 
@@ -176,7 +171,7 @@ def benchmark_of(run: RunRecord) -> str:
     """The data set and the number of tasks, with whatever sets the run apart from the paper's benchmark."""
     stream = run.config.get("stream")
     dataset = stream.get("dataset") if isinstance(stream, Mapping) else None
-    if not isinstance(stream, Mapping) or dataset not in CLASSES or "imported" in run.results:
+    if not isinstance(stream, Mapping) or dataset not in CLASSES or run.imported:
         return run.benchmark
     sizes = [len(task) for task in run.tasks]
     name = f"{dataset}-{len(sizes)}"
@@ -195,17 +190,15 @@ def benchmark_of(run: RunRecord) -> str:
     return name
 
 
-def figure(run: RunRecord, metric: str, names: Names) -> float | None:
+def value_of(run: RunRecord, metric: str, names: MetricNames) -> float | None:
     """A run's figure in the unit of the paper's column; None where a run does not have it."""
     if metric in ("accuracy", "forgetting"):
         value = run.metric(getattr(names, metric))
-        if value is None and "imported" not in run.results and all(run.results["total"]):
-            value = METRICS[getattr(names, metric)](run.results["correct"], run.results["total"])
         return None if value is None else 100 * value
     return cost(run, metric)
 
 
-def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: Names) -> list[Line]:
+def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: MetricNames) -> list[Line]:
     """One line for all benchmarks; further ones where runs differ by more than benchmark and seed."""
     kinds = dict.fromkeys(map(_kind, runs))
     differing = [len({kind[i] for kind in kinds}) > 1 for i in range(3)]
@@ -222,18 +215,10 @@ def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTa
                 line.runs += group.runs
                 for metric in (*table.metrics, *table.own):
                     of = str(row.run.get("metric", metric)) if row and row.run else metric
-                    value = _summary(group, lambda run, of=of: figure(run, of, names))  # type: ignore[misc]
+                    value = group.summary(lambda run, of=of: value_of(run, of, names), scale=1.0)  # type: ignore[misc]
                     if value is not None:
                         line.ours[benchmark, metric] = value
     return list(lines.values())
-
-
-def _summary(group: Group, of: Callable[[RunRecord], float | None]) -> Value | None:
-    values = [of(run) for run in group.runs]
-    known = [value for value in values if value is not None and np.isfinite(value)]
-    if len(known) < len(values) or not known:
-        return None
-    return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
 
 
 def _kind(run: RunRecord) -> tuple[str, str, str]:
@@ -253,6 +238,6 @@ def _says_no(rule: object, word: str) -> bool:
     return isinstance(rule, Mapping) and rule.get(word) is False
 
 
-def _plain(name: str) -> str:
+def _without_signs(name: str) -> str:
     """coda_prompt and CODA-Prompt are one method."""
     return "".join(sign for sign in name.lower() if sign.isalnum() or sign == "+")

@@ -20,7 +20,7 @@ PLAIN = ("mamba-cl", "sequential", "frozen")
 def cost(run: RunRecord, metric: str) -> float | None:
     """None for what a run does not have, and for runs of other tools."""
     of = COSTS.get(metric)
-    return None if of is None or "imported" in run.results else of(run)
+    return None if of is None or run.imported else of(run)
 
 
 def _minutes(run: RunRecord) -> float | None:

@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mambacl.errors import UserError
-from mambacl.reports.comparison_page import comparison_page
 from mambacl.reports.rendering import to_csv, to_latex, to_markdown
-from mambacl.reports.run_page import run_page
 from mambacl.reports.runs import RunRecord, load_run
 from mambacl.reports.tables import comparison_table
 from mambacl.tensorfile import write_bytes
@@ -25,20 +23,24 @@ def write_report(
     """
     if isinstance(folders, (str, Path)):
         folders = [Path(folders)]
-    different = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
-    if not different and not imported:
+    unique = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
+    if not unique and not imported:
         raise UserError("A report needs at least one run folder, as in mambacl report runs/<preset>-<method>-0.")
-    records = [*(load_run(folder) for folder in different), *imported]
-    alone = len(records) == 1 and not imported
-    target = Path(out) if out is not None else different[0] if alone else beside([r.folder for r in records])
-    page = run_page(records[0]) if alone else comparison_page(records)
+    records = [*(load_run(folder) for folder in unique), *imported]
+    single = len(records) == 1 and not imported
+    target = Path(out) if out is not None else unique[0] if single else comparison_folder([r.folder for r in records])
+    # Not before there is something to draw: matplotlib takes most of a second to load.
+    from mambacl.reports.comparison_page import comparison_page
+    from mambacl.reports.run_page import run_page
+
+    page = run_page(records[0]) if single else comparison_page(records)
     table = comparison_table(records)
-    files = {f"figures/{picture.name}": picture.data for picture in page.pictures}
+    files = {f"figures/{picture.name}": picture.png for picture in page.pictures}
     files |= {
         "table.md": to_markdown(table).encode(),
         "table.tex": to_latex(table).encode(),
         "table.csv": to_csv(comparison_table(records, tasks="all")).encode(),
-        "report.html": page.html.encode(),  # last, so that a page is there only when all is
+        "report.html": page.html.encode(),  # last: whoever finds the page finds all of it
     }
     write_files(target, files)
     return target / "report.html"
@@ -55,9 +57,9 @@ def write_files(target: Path, files: Mapping[str, bytes]) -> None:
         ) from None
 
 
-def beside(folders: Sequence[Path]) -> Path:
+def comparison_folder(folders: Sequence[Path]) -> Path:
     """`comparison` in the deepest folder that holds all the runs."""
     try:
         return Path(os.path.commonpath([folder.resolve().parent for folder in folders])) / "comparison"
-    except ValueError:  # on different drives
+    except ValueError:  # on unique drives
         raise UserError("These runs have no folder in common; say with --out where the comparison goes.") from None
