@@ -7,7 +7,7 @@ import torch
 from adapter_methods_help import learn, new_method, small, task_data
 from torch import nn
 
-from mambacl.classifiers import CosineHead
+from mambacl.classifiers.cosine import CosineHead
 from mambacl.classifiers.subspaces import (
     class_sums,
     completed,
@@ -170,10 +170,10 @@ def test_prototypes_mapped_by_later_classes_change_with_each_task() -> None:
 def test_known_classes_have_the_backbones_subspace() -> None:
     """Nothing is trained in the first task: its prototypes are the plain backbone's mean features."""
     model = small("defocus_mamba_nano")
-    method = METHODS.get("ease")(model, Setup(classifier=nn.Linear(32, 2)))
+    method = METHODS.get("ease")(model, Setup(known_classifier=nn.Linear(32, 2)))
     method.start_task(Task(0, 2, 0, seed=0))
     images, labels = task_data(0, 2, seed=0)
-    assert torch.equal(method.heads[0].weight, method.setup.classifier.weight)
+    assert torch.equal(method.heads.heads[0].weight, method.setup.known_classifier.weight)
     method.finish_task([(images, labels)])
     with torch.no_grad():
         expected = torch.stack([model(images[labels == c]).mean(0) for c in range(2)])

@@ -96,13 +96,13 @@ def test_a_checkpoint_with_another_classifier_is_refused(trained, tmp_path):
 def test_in_a_loop_of_ones_own(tiny_model):
     model = tiny_model(num_classes=5)
     heads = SeparateHeads(model.num_features)
-    heads.take_over(model.head)
+    heads.take_over(model.get_classifier())
     old = images(1)
     with torch.no_grad():
         logits = model(old)
     space = mambacl.NullSpace(model, "exact", leave=["head"])
     space.consolidate([old])  # before the first task
-    heads.add(3, seed=0)
+    heads.add_task(3, seed=0)
     optimizer = space.wrap(torch.optim.Adam([*space.parameters(), *heads.heads[-1].parameters()], lr=1e-3))
     for step in range(20):
         loss = (

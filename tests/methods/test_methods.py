@@ -10,7 +10,7 @@ from torch import nn
 
 from mambacl.classifiers import SeparateHeads
 from mambacl.errors import UserError
-from mambacl.methods import METHODS, HeadPerTask, Setup, Task
+from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.nullspace import SETTINGS
 from mambacl.registry import Registry
 
@@ -64,31 +64,31 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 
 def test_heads_grow_and_the_old_ones_are_fixed() -> None:
     heads = SeparateHeads(8)
-    heads.add(3, seed=1)
-    heads.add(2, seed=2)
+    heads.add_task(3, seed=1)
+    heads.add_task(2, seed=2)
     assert heads.widths == [3, 2]
     assert not heads.heads[0].weight.requires_grad and heads.heads[1].weight.requires_grad
     features = torch.randn(5, 8)
-    assert torch.equal(heads(features)[:, 3:], heads.last(features))
+    assert torch.equal(heads(features)[:, 3:], heads.task_logits(features))
     again = SeparateHeads(8)
-    again.restore(heads.state_dict())
+    again.load_state_dict(heads.state_dict())
     assert torch.equal(again(features), heads(features))
 
 
 def test_heads_are_drawn_from_their_seed() -> None:
     one, other = SeparateHeads(8), SeparateHeads(8)
     torch.manual_seed(1)
-    one.add(3, seed=5)
+    one.add_task(3, seed=5)
     torch.manual_seed(2)
-    other.add(3, seed=5)
+    other.add_task(3, seed=5)
     assert torch.equal(one.heads[0].weight, other.heads[0].weight)
 
 
 def test_a_warm_start_needs_equal_widths() -> None:
     heads = SeparateHeads(8)
-    heads.add(3, seed=1)
-    heads.add(3, seed=2, warm_start=True)
-    heads.add(2, seed=3, warm_start=True)
+    heads.add_task(3, seed=1)
+    heads.add_task(3, seed=2, warm_start=True)
+    heads.add_task(2, seed=3, warm_start=True)
     assert torch.equal(heads.heads[1].weight, heads.heads[0].weight)
     assert heads.heads[2].weight.shape == (2, 8)
 
@@ -97,7 +97,7 @@ def test_a_method_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point is loaded at the first look-up; what it holds registers itself."""
     registry: Registry[type] = Registry("method", "some.group")
 
-    class Theirs(HeadPerTask):
+    class Theirs(Method):
         name, summary = "theirs", "a method from elsewhere"
 
     def points(group: str) -> list[SimpleNamespace]:

@@ -23,7 +23,7 @@ from mambacl.config import resolve
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.training import checkpoints
-from mambacl.training import run as run_module
+from mambacl.training.execution import terminable
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError, make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
@@ -359,7 +359,7 @@ def test_overrides_of_the_python_interface_nest_and_have_dots() -> None:
 
 def test_a_worker_that_is_told_to_end_does_not_keep_the_runs_lock():
     """Workers inherit the handler of SIGTERM; one that only raised in them could leave them, and the lock, behind."""
-    with run_module._terminable():
+    with terminable():
         worker = os.fork()
         if worker == 0:
             while True:

@@ -283,6 +283,7 @@ class VMamba(nn.Module):
             "std": (0.229, 0.224, 0.225),
             "crop_pct": 224 / 256,
             "interpolation": "bicubic",
+            "classifier": "classifier.head",
         }
         self.patch_embed = _patch_embed(config)
         total = sum(config.depths)
@@ -297,8 +298,11 @@ class VMamba(nn.Module):
         self.set_grad_checkpointing(config.use_checkpoint)
         self.apply(_initialize)
 
+    def get_classifier(self) -> nn.Module:
+        return self.classifier["head"]
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for so many classes; 0 removes it."""
+        """A new head for that many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()

@@ -1,9 +1,9 @@
-"""Mamba-fixed: the backbone stays as it is, only the classifiers are trained."""
+"""Mamba-fixed: the backbone does not change, only the classifiers are trained."""
 
-from mambacl.methods.base import METHODS, HeadPerTask
+from mambacl.methods.base import METHODS, Method
 
 
-class Frozen(HeadPerTask):
+class Frozen(Method):
     name = "frozen"
     summary = "classifiers only, the backbone stays as it is (Mamba-fixed)"
 
