@@ -101,14 +101,11 @@ class Ease(Method):
 
     def predict(self, images: Tensor) -> Tensor:
         """Before the end of a task its classes have no prototypes; its classifier's weights stand in for them."""
-        widths = self.heads.widths
+        options, features = self.options, self._subspaces(images)
         prototypes = subspaces.with_stand_ins(self.prototypes, [head.weight for head in self.heads.heads])  # type: ignore[misc]
-        weights = subspaces.weights_of_subspaces(widths, self.options.alpha, self.options.others == "mean").to(
-            self.device
-        )
-        features = self._subspaces(images)
+        weights = subspaces.weights_of_subspaces(self.heads.widths, options.alpha, options.others == "mean")
         with full_precision(prototypes):
-            return subspaces.ensemble(features, prototypes, weights)
+            return subspaces.ensemble(features, prototypes, weights.to(self.device))
 
     def _subspaces(self, images: Tensor) -> list[Tensor]:
         """The features (b, d) in each subspace."""
