@@ -283,6 +283,7 @@ def test_timm_knows_them_after_an_import():
 
 def test_without_timm_the_import_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "timm.models", None)
     monkeypatch.delitem(sys.modules, "mambacl.timm", raising=False)
     with pytest.raises(ImportError, match="needs timm: pip install timm"):
         importlib.import_module("mambacl.timm")

@@ -1,9 +1,10 @@
-"""The classifiers by name. Without PyTorch: a wrong name is refused before it is loaded."""
+"""The classifiers by name, each in the file of that name. Without PyTorch, so that a wrong name is refused at once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mambacl.lazy import members
 from mambacl.registry import Registry
 
 if TYPE_CHECKING:
@@ -12,9 +13,5 @@ if TYPE_CHECKING:
 CLASSIFIERS: Registry[type[Classifier]] = Registry(
     "classifier",
     "mambacl.classifiers",
-    {
-        "cosine": "mambacl.classifiers.cosine",
-        "nearest-mean": "mambacl.classifiers.nearest_mean",
-        "separate": "mambacl.classifiers.separate",
-    },
+    members("mambacl.classifiers", __file__, besides=("base", "registry", "subspaces")),
 )

@@ -18,12 +18,9 @@ from torch import Tensor, nn
 
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.registry import CLASSIFIERS
-from mambacl.methods.registry import METHODS
 from mambacl.nullspace import Setting
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
-
-__all__ = ["METHODS", "Method", "Setup", "Task"]
 
 CLASSIFIER = "classifier/"  # begins the names of a classifier's tensors in a task's state
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from mambacl.classifiers import subspaces
 from mambacl.classifiers.cosine import CosineHeads
 from mambacl.errors import UserError
-from mambacl.methods.base import METHODS, Method, Task
+from mambacl.methods.base import Method, Task
+from mambacl.methods.registry import METHODS
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.tuning import AdapterOptions, AdapterSets, Tuning
 

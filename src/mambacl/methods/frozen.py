@@ -1,6 +1,7 @@
 """Mamba-fixed: the backbone does not change, only the classifiers are trained."""
 
-from mambacl.methods.base import METHODS, Method
+from mambacl.methods.base import Method
+from mambacl.methods.registry import METHODS
 
 
 class Frozen(Method):

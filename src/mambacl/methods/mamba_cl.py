@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from mambacl.methods.base import CLASSIFIER, METHODS, Method
+from mambacl.methods.base import CLASSIFIER, Method
+from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
 from mambacl.tuning import ModelParameters, Tuning
 

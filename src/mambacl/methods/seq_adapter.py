@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mambacl.methods.base import METHODS, Method
+from mambacl.methods.base import Method
+from mambacl.methods.registry import METHODS
 from mambacl.tuning import AdapterOptions, AdapterSets, Tuning
 
 

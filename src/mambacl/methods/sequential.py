@@ -2,7 +2,8 @@
 
 import torch
 
-from mambacl.methods.base import METHODS, Method
+from mambacl.methods.base import Method
+from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
 from mambacl.tuning import ModelParameters, Tuning
 
