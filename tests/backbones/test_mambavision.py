@@ -474,7 +474,7 @@ def test_other_names_are_left_for_the_account():
     "options, message",
     [
         ({"depth": 3}, "no option 'depth'. Did you mean 'depths'?"),
-        ({"depths": (1, 2)}, "depths must be four positive whole numbers, one a stage, got (1, 2)"),
+        ({"depths": (1, 2)}, "depths must be four positive whole numbers, one per stage, got (1, 2)"),
         ({"depths": 3}, "depths must be four positive whole numbers"),
         ({"depths": "1234"}, "depths must be four positive whole numbers"),
         ({"window_size": [8, 8, 0, 7]}, "window_size must be four positive whole numbers"),

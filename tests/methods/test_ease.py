@@ -50,7 +50,7 @@ def test_only_old_classes_in_the_new_subspace_are_filled_in() -> None:
     assert torch.equal(completed(prototypes[:2, :1], [2]), prototypes[:2, :1])  # the first task has nothing to fill in
 
 
-def test_old_classes_can_be_mapped_anew_by_all_that_came_later() -> None:
+def test_old_classes_can_be_mapped_again_by_all_that_came_later() -> None:
     prototypes = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))  # tasks of 1, 2 and 2 classes
     filled = completed_by_later(prototypes, [1, 2, 2])
     seen = [(slice(0, 1), 0, 1, slice(1, 5)), (slice(0, 1), 0, 2, slice(3, 5)), (slice(1, 3), 1, 2, slice(3, 5))]

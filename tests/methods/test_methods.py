@@ -63,7 +63,7 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Methods with classifiers; EASE answers with prototypes of its own."""
+    """Methods with classifiers; EASE answers with its own prototypes."""
     return [(method, name) for method in METHODS.names() if method != "ease" for name in CLASSIFIERS.names()]
 
 

@@ -115,7 +115,7 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("few_test_images")
 def test_every_method_trains_resumes_and_evaluates(method: str, classifier: str, tmp_path: Path) -> None:
-    """With its own classifier and with every other; EASE answers with prototypes of its own."""
+    """With its own classifier and with every other; EASE answers with its own prototypes."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(whole, method=method, classifier=classifier)
     with interrupted_after(7):

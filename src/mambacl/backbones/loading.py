@@ -138,7 +138,7 @@ def _account_for_adapting(account: Account, stored: dict[str, Tensor], adapted: 
         if source is not None and adapted[name].shape != stored[source].shape:
             account.reshaped.append(name)
     used = set(sources.values())
-    if None not in used:  # else one was computed anew, and from which others cannot be told
+    if None not in used:  # else one was computed, and from which others cannot be told
         account.dropped = [name for name in stored if name not in used]
 
 

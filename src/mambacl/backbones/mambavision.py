@@ -54,7 +54,7 @@ class MambaVisionConfig:
             given = getattr(self, name)
             whole = isinstance(given, (tuple, list)) and all(type(n) is int and n > 0 for n in given)
             if not whole or len(given) != 4:
-                raise UserError(f"{name} must be four positive whole numbers, one a stage, got {given!r}.")
+                raise UserError(f"{name} must be four positive whole numbers, one per stage, got {given!r}.")
             object.__setattr__(self, name, tuple(given))
         for stage in (2, 3):
             width, heads = self.dim * 2**stage, self.num_heads[stage]

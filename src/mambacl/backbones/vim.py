@@ -206,7 +206,7 @@ class Vim(nn.Module):
     """Vim with a head, or with none (`num_classes` = 0).
 
     Images may have any size that divides into patches, rectangles too: where it is not `img_size`, the position
-    embedding is interpolated to their grid in each forward, as it is once when a file of another size is loaded.
+    embedding is interpolated to their grid in each forward, and once when a file of another size is loaded.
     """
 
     def __init__(self, config: VimConfig) -> None:

@@ -330,7 +330,7 @@ class VMamba(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A public file's tensors by this model's names, in its shapes; what has no place here stays as it is."""
+        """A public file's tensors by this model's names, in its shapes; what has no place here is not changed."""
         own = self.state_dict()
         adapted = {}
         for name, tensor in tensors.items():
@@ -364,7 +364,7 @@ RENAMED = (
 
 
 def _laid_out(tensor: Tensor, wanted: Tensor) -> Tensor:
-    """The same weights in the wanted layout: no longer a 1 x 1 convolution, the directions on an axis of their own."""
+    """The same weights in the wanted layout: no longer a 1 x 1 convolution, the directions on a separate axis."""
     if tensor.dim() == 4 and wanted.dim() < 4 and tensor.shape[2:] == (1, 1):
         tensor = tensor.flatten(1)
     if wanted.dim() == 3 and tensor.shape == wanted.flatten(0, 1).shape:

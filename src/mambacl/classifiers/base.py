@@ -1,7 +1,7 @@
 """What a classifier is: a module from features to one score per class seen so far. It knows no backbone and no method.
 
 There are two kinds. Heads have parameters that train with the backbone; `TaskHeads` holds one head per task. The others
-are computed from features when a task ends; while it trains, the method uses heads of its own.
+are computed from features when a task ends; while it trains, the method uses its own heads.
 
 A classifier is one file in this folder, or in another package that names it in the entry point group
 `mambacl.classifiers`. It derives from `Classifier` or `TaskHeads` and calls `CLASSIFIERS.add`.
@@ -141,7 +141,7 @@ class TaskHeads(Classifier):
         return torch.cat([head(features) for head in self.heads], dim=1)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes the heads that the state holds in place of its own."""
+        """Replaces its heads by those that the state holds."""
         self.heads = nn.ModuleList()
         while (weight := state.get(f"heads.{len(self.heads)}.weight")) is not None:
             self.add_task(len(weight))

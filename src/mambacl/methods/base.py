@@ -1,8 +1,8 @@
 """What a continual-learning method is. The training loop calls these and knows no method by name.
 
 A method is put together from parts: what trains in the backbone (`tuning/`), a classifier (`classifiers/`), a loss, and
-what happens when a task ends. `Method` as it stands trains a classifier on a fixed backbone; a subclass changes what
-differs. It is one file in this folder, or in another package that names it in the entry point group
+what happens when a task ends. `Method` itself trains a classifier on a fixed backbone; a subclass changes what differs.
+It is one file in this folder, or in another package that names it in the entry point group
 `mambacl.methods`, and calls `METHODS.add`.
 """
 

@@ -6,7 +6,7 @@ from mambacl.methods.registry import METHODS
 
 class Frozen(Method):
     name = "frozen"
-    summary = "classifiers only, the backbone stays as it is (Mamba-fixed)"
+    summary = "classifiers only, the backbone does not change (Mamba-fixed)"
 
 
 METHODS.add(Frozen.name, Frozen)

@@ -93,7 +93,7 @@ def resume(path: str | Path, device: str | None = None) -> Run:
 
 
 def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
-    """With `auto` replaced by what it stands for: in a run that is there already, by what that one has."""
+    """With `auto` replaced by what it stands for: in an existing run, by what that one has."""
     if config.precision != "auto":
         return config
     found: Any = named(config.precision, pick_device(config.device)) if there is None else there.precision
@@ -107,7 +107,7 @@ def _on_device(config: RunConfig, device: str | None) -> RunConfig:
 def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
     results = folder.results()
     if results.get("status") == "finished":
-        logger.info("%s is finished and shown as it is; `mambacl train` with --overwrite trains it again.", folder.path)
+        logger.info("%s is finished; `mambacl train` with --overwrite trains it again.", folder.path)
         return Run(folder.path, results)
     with folder.locked():
         folder.clear_covariances()
@@ -131,8 +131,8 @@ def evaluate(
     """Evaluates a run as it was at the end of its latest task, over all tasks learned by then; its files stay as they
     are.
 
-    `batch_size` changes nothing but the speed. `scenario` is the run's own, unless another is named: of tasks with
-    classes of their own "class" or "task", of domains "task" or "domain".
+    `batch_size` changes nothing but the speed. `scenario` is the run's, unless another is named: "class" or "task" for
+    tasks with different classes, "task" or "domain" for domains.
     """
     folder = RunFolder.existing(path)
     config = _on_device(folder.config(), device)
@@ -166,13 +166,16 @@ def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
     the images that were kept has moved, and how much of each update fell into protected directions."""
     folder = RunFolder.existing(path)
     config = _on_device(folder.config(), device)
-    parts, checkpoint = _at_task_end(folder, config, whole=True)
+    parts, checkpoint = _at_task_end(folder, config, with_task_state=True)
     with arithmetic(config):
         return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
 
 
-def _at_task_end(folder: RunFolder, config: RunConfig, whole: bool = False) -> tuple[Parts, checkpoints.Checkpoint]:
-    """A run's parts as they were at the end of its latest task; `whole`, with what only training needs."""
+def _at_task_end(
+    folder: RunFolder, config: RunConfig, with_task_state: bool = False
+) -> tuple[Parts, checkpoints.Checkpoint]:
+    """A run's parts as they were at the end of its latest task; `with_task_state`: also with what only training
+    needs."""
     checkpoint = checkpoints.load_task_end(folder)
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
@@ -180,7 +183,7 @@ def _at_task_end(folder: RunFolder, config: RunConfig, whole: bool = False) -> t
     check_stream(folder, parts)
     try:
         parts.method.load_state_dict(checkpoint.method_state)
-        if checkpoint.task_state and (whole or parts.method.needs_task_state):
+        if checkpoint.task_state and (with_task_state or parts.method.needs_task_state):
             parts.method.load_task_state_dict(checkpoint.task_state)
     except (KeyError, RuntimeError):
         raise UserError(f"The checkpoint of {folder.path} does not fit its config.yaml: was it edited?") from None

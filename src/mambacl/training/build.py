@@ -101,7 +101,7 @@ class Parts:
 def build(
     config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] = Loop, watch: Watch | None = None
 ) -> Parts:
-    """Model, stream and method; the model as `folder` has it, or as it is before any training."""
+    """Model, stream and method; the model with the weights in `folder`, or those before any training."""
     watch = watch or Watch()
     method_class = METHODS.get(config.method)
     if config.classifier != "auto":
@@ -171,7 +171,7 @@ def _check_image_size(model: nn.Module, size: int, name: str) -> None:
     try:
         model(torch.zeros(1, 3, size, size))
     except UserError as error:
-        model(torch.zeros(1, 3, own, own))  # where images of its own size fail as well, theirs is the error
+        model(torch.zeros(1, 3, own, own))  # where the model's own size fails as well, that is the error
         raise UserError(f"{error} Set --stream.transforms.image_size; {name}'s own is {own}.") from None
 
 

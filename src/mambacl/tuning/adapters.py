@@ -135,7 +135,7 @@ class AdapterSets(nn.Module):
             handle.remove()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes the sets that the state holds in place of its own."""
+        """Replaces its sets by those that the state holds."""
         self.adapters = nn.ModuleList()
         while f"adapters.{len(self.adapters)}.0.up.bias" in state:
             self.add(seed=0)

@@ -14,7 +14,7 @@ class Tuning(Protocol):
         """What trains in the current task, by the names that the optimizer's state is kept under."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What training changes, under names that begin with a word of its own, as `model.` or `adapters.`."""
+        """What training changes, under names that begin with `model.`, `adapters.` or another word."""
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> Any:
         """A state of something else is a KeyError or a RuntimeError."""
