@@ -170,6 +170,7 @@ def test_preprocessing_address_and_licence_are_the_manifests(manifest):
     name, _ = MANIFESTS[manifest]
     assert recorded["preprocessing"].pop("crop_mode") == "center"
     default_cfg = on_meta(name).default_cfg
+    assert default_cfg.pop("classifier") == "head"  # not about images
     assert {key: list(v) if isinstance(v, tuple) else v for key, v in default_cfg.items()} == recorded["preprocessing"]
     weights = MODELS.get(name).weights
     assert weights.url == recorded["checkpoint"] and weights.licence == "CC-BY-NC-SA-4.0, non-commercial"
