@@ -59,6 +59,10 @@ class RunConfig:
     """the stream of tasks"""
     options: dict[str, Any] = field(default_factory=dict)
     """the method's own options"""
+    classifier: str = "auto"
+    """what answers: separate, cosine, nearest-mean or another; auto is the method's own, in the paper separate heads"""
+    classifier_options: dict[str, Any] = field(default_factory=dict)
+    """that classifier's own options"""
     seed: int = 0
     """of the classifiers, the order of the images and their augmentation"""
     device: str = "auto"

@@ -86,7 +86,7 @@ def audit(arguments: Sequence[str]) -> int:
     from mambacl.reports import write_report
     from mambacl.reports.audits import drift_table, updates_table
     from mambacl.reports.rendering import to_text
-    from mambacl.training.run import audit as audit_run
+    from mambacl.training.api import audit as audit_run
 
     found = audit_run(given.run, given.device)
     known = [entry["task"] + 1 for entry in found["tasks"]]

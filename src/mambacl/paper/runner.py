@@ -14,10 +14,10 @@ from mambacl.options import merge
 from mambacl.paper.designs import FIRST_ORDER, Benchmark, PlannedRun
 from mambacl.paper.losses import LossLoop
 from mambacl.reports.runs import RunRecord, load_run
+from mambacl.training.api import train
 from mambacl.training.folder import RunFolder
 from mambacl.training.identity import differences
 from mambacl.training.loop import Loop
-from mambacl.training.run import train
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def keep(folder: RunFolder, task: int, model: nn.Module, images: Tensor) -> None
 
 
 def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Compares the model as it is now, after `tasks` tasks, with what was noted; writes audit.json and returns it."""
+    """Compares the model now, after `tasks` tasks, with what was noted; writes audit.json and returns it."""
     device, blocks = next(model.parameters()).device, find_blocks(model, layers=True)
     kept = []
     for task, path in folder.audit_files().items():

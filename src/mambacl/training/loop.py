@@ -287,7 +287,7 @@ class Loop:
         self._count_seconds()
         position, total = self.position, self.stream.test_counts()
         position.peak_memory = max(position.peak_memory, peak_memory(self.device))
-        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may have phases of its own
+        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may add phases
         return {
             "schema": SCHEMA,
             "status": status,

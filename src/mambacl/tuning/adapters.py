@@ -1,7 +1,8 @@
-"""Bottleneck adapters beside the mixers of a fixed backbone, for the methods that train them.
+"""Bottleneck adapters beside the mixers of a fixed backbone.
 
 An adapter makes y = mixer(u) into y + scale * W_up relu(W_down u), on each token u by itself. W_up starts at zero, so
-that the model starts as it is. Adapters are no part of the model: hooks on its mixers call them, and its names stay.
+that the model's output does not change at first. Adapters are not part of the model: hooks on its mixers call them, and
+the names of its parameters stay.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.mambavision import Attention
 from mambacl.errors import UserError
 from mambacl.nullspace.adapters import find_blocks, first_tensor, named_modules
 
@@ -54,15 +54,16 @@ class Adapter(nn.Module):
 def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     """What mixes the tokens of each block, by name, with the channels that it takes and gives.
 
-    These are the selective SSMs and MambaVision's attention; its blocks of convolutions have none.
+    These are the selective SSMs and, as in MambaVision, modules with the linear `qkv` of attention; blocks of
+    convolutions have none.
     """
-    selective = {block.name: block.module for block in find_blocks(model)}
+    selective = {block.name for block in find_blocks(model)}
     found = {}
     for name, module in named_modules(model).items():
-        first = "qkv" if isinstance(module, Attention) else "in_proj" if name in selective else None
-        if first is None:
+        attends = isinstance(getattr(module, "qkv", None), nn.Linear)
+        if not attends and name not in selective:
             continue
-        layer = getattr(module, first, None)
+        layer = module.qkv if attends else getattr(module, "in_proj", None)
         if not isinstance(layer, nn.Linear):
             raise UserError(
                 f"An adapter has no place at {name} ({type(module).__name__}), which has no linear in_proj to tell its "
@@ -71,14 +72,14 @@ def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
         found[name] = (module, layer.in_features)
     if not found:
         raise UserError(
-            f"An adapter has no place in {type(model).__name__}, which has no selective SSM: register a null-space "
-            "adapter for its blocks (docs/extending.md)."
+            f"An adapter has no place in {type(model).__name__}, which has no selective SSM: tell the null space "
+            "where its blocks are (docs/extending.md)."
         )
     return found
 
 
 class AdapterSets(nn.Module):
-    """Sets of one adapter a mixer, of which one at a time, or none, is part of the model's forward."""
+    """Sets of one adapter per mixer. One at a time, or none, is part of the model's forward; the last one trains."""
 
     def __init__(self, model: nn.Module, options: AdapterOptions) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class AdapterSets(nn.Module):
         self.options, self.widths = options, [width for _, width in found.values()]
         like = next(model.parameters())
         self.device, self.dtype = like.device, like.dtype
-        self.sets = nn.ModuleList()
+        self.adapters = nn.ModuleList()  # of sets
         self.current: int | None = None
         self._handles = [
             module.register_forward_hook(self._beside(place), with_kwargs=True)
@@ -97,32 +98,31 @@ class AdapterSets(nn.Module):
         def add(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
             if self.current is None:
                 return output
-            adapters: Any = self.sets[self.current]
+            adapters: Any = self.adapters[self.current]
             return output + adapters[place](first_tensor(arguments, keywords)).to(output.dtype)
 
         return add
 
     def __len__(self) -> int:
-        return len(self.sets)
+        return len(self.adapters)
 
     def add(self, seed: int) -> None:
         """A new last set, drawn from the seed; the others are fixed from now on."""
-        generator = torch.Generator().manual_seed(seed ^ 1)  # other numbers than a classifier's of the same seed
+        generator = torch.Generator().manual_seed(seed ^ 1)  # a classifier of the same seed draws other numbers
         adapters = nn.ModuleList(Adapter(width, self.options.bottleneck, self.options.scale) for width in self.widths)
         for adapter in adapters:
             assert isinstance(adapter, Adapter)
             adapter.reset(generator)
-        self.sets.requires_grad_(False)
-        self.sets.append(adapters.to(self.device, self.dtype))
+        self.adapters.requires_grad_(False)
+        self.adapters.append(adapters.to(self.device, self.dtype))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters of the last set."""
-        last = len(self.sets) - 1
-        return [(f"adapters.{last}.{name}", p) for name, p in self.sets[last].named_parameters()]
+        last = len(self.adapters) - 1
+        return [(f"adapters.{last}.{name}", p) for name, p in self.adapters[last].named_parameters()]
 
     @contextmanager
     def using(self, index: int | None) -> Iterator[None]:
-        """The model with that set, or with none; then as it was."""
+        """The model with that set, or with none; afterwards as before."""
         before, self.current = self.current, index
         try:
             yield
@@ -130,20 +130,13 @@ class AdapterSets(nn.Module):
             self.current = before
 
     def remove(self) -> None:
-        """The model as it was before."""
+        """Takes the adapters out of the model."""
         for handle in self._handles:
             handle.remove()
 
-    def state(self, sets: range | None = None) -> dict[str, Tensor]:
-        """Of these sets, or of all."""
-        chosen = range(len(self.sets)) if sets is None else sets
-        named = {f"{i}.{name}": tensor for i in chosen for name, tensor in self.sets[i].state_dict().items()}
-        return {f"adapters.{name}": tensor for name, tensor in named.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes up a saved state, with as many sets as it holds; other names in it are left alone."""
-        own = {name.removeprefix("adapters."): t for name, t in state.items() if name.startswith("adapters.")}
-        self.sets = nn.ModuleList()
-        while f"{len(self.sets)}.0.up.bias" in own:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Replaces its sets by those that the state holds."""
+        self.adapters = nn.ModuleList()
+        while f"adapters.{len(self.adapters)}.0.up.bias" in state:
             self.add(seed=0)
-        self.sets.load_state_dict(own)
+        return super().load_state_dict(state, strict, assign)
