@@ -212,7 +212,7 @@ def test_parameters_of_no_kind_are_left_to_the_optimizer(tiny_model):
     for network, wrap in ((model, space.wrap), (twin, lambda optimizer: optimizer)):
         set_random_gradients(network, seed=0)
         wrap(torch.optim.Adam(network.parameters(), lr=0.1)).step()
-    known = {part.parameter for _, part in space.parts()}
+    known = {part.parameter for _, part in space.selection.parts()}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, twin.get_parameter(name)) == (name not in known), name
 

@@ -10,7 +10,7 @@ from torch import nn
 from mambacl.backbones.defocus import Mixer, MixerConfig
 from mambacl.errors import UserError
 from mambacl.nullspace import PAPER_KINDS, SETTINGS, NullSpace, Rule, Setting, ablation
-from mambacl.nullspace.adapters import find_blocks
+from mambacl.nullspace.blocks import find_blocks
 
 
 def test_freeze_others_leaves_gradients_to_what_is_trained(tiny_model):
@@ -36,7 +36,7 @@ def test_ablation_projects_the_named_kinds_and_trains_all(tiny_model, projected)
     space = NullSpace(model, **ablation(*projected))
     assert space.trained_names() == NullSpace(model).trained_names()
     space.consolidate([images()])
-    kinds = {part.kind for _, part in space.parts() if part.name in space.projectors()}
+    kinds = {part.kind for _, part in space.selection.parts() if part.name in space.projectors()}
     assert kinds == set(projected)
     assert all(space.setting.rule(kind).feature == SETTINGS["paper"].rule(kind).feature for kind in PAPER_KINDS)
 
@@ -45,13 +45,13 @@ def test_without_projection_trains_the_same_freely(tiny_model):
     model = tiny_model()
     free = NullSpace(model, SETTINGS["paper"].without_projection())
     free.consolidate([images()])
-    assert free.protections() == [] and free.trained_names() == NullSpace(model).trained_names()
+    assert free.selection.protections == [] and free.trained_names() == NullSpace(model).trained_names()
 
 
 @pytest.mark.parametrize("blocks, expected", [(None, [0, 1, 2]), (1, [0]), (2, [0, 1]), ([2], [2]), ([0, 2], [0, 2])])
 def test_blocks_are_the_first_so_many_or_those_listed(tiny_model, blocks, expected):
     space = NullSpace(tiny_model(depth=3), blocks=blocks)
-    assert [block.name for block in space.blocks] == [f"blocks.{i}.mixer" for i in expected]
+    assert [block.name for block in space.selection.blocks] == [f"blocks.{i}.mixer" for i in expected]
     space.consolidate([images()])
     assert {int(name.split(".")[1]) for name in space.projectors()} == set(expected)
     assert {int(name.split(".")[1]) for name in space.trained_names()} == set(expected)
@@ -114,7 +114,7 @@ def test_wrong_settings_are_named_with_the_remedy(tiny_model, overrides, message
 
 
 def test_a_model_without_selective_ssm_is_refused():
-    with pytest.raises(UserError, match="no selective SSM that an adapter knows"):
+    with pytest.raises(UserError, match="no selective SSM that a block reader knows"):
         NullSpace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
 
 
@@ -125,7 +125,7 @@ def test_blocks_are_found_anywhere_in_a_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), mixer(), nn.ModuleDict({"inner": mixer()})["inner"])
     space = NullSpace(model)
-    assert [block.name for block in space.blocks] == ["1", "2"]
+    assert [block.name for block in space.selection.blocks] == ["1", "2"]
     space.consolidate([torch.randn(3, 4, 5)])
     assert "1.x_proj.weight[0:2]" in space.projectors() and "2.A_log" in space.projectors()
     assert [part.name for part in find_blocks(mixer())[0].parts][-1] == "out_proj.weight"

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from adapter_models import build
+from block_models import build
 from nullspace_help import A_LOG, OUT, X_PROJ, images, set_random_gradients, snapshot
 from tasks_help import one_sentence
 from torch import nn
@@ -63,8 +63,8 @@ def test_a_space_pools_each_feature_over_its_blocks(family):
     model, inputs, _ = build(family)
     space = NullSpace(model, rank="energy:0.9", rank_over="all")
     space.consolidate([inputs(0, 2)])
-    features = {protection.name: protection.feature for protection in space.protections()}
-    blocks = {part.name: block.name for block, part in space.parts()}
+    features = {protection.name: protection.label for protection in space.selection.protections}
+    blocks = {part.name: block.name for block, part in space.selection.parts()}
     different = 0
     for feature in set(features.values()):
         alike = {}
@@ -135,7 +135,7 @@ def test_a_step_size_that_is_no_number_is_named_with_its_block(tiny_model):
         model.blocks[1].mixer.dt_proj.bias[3] = float("nan")
     with pytest.raises(UserError, match=r"The feature .*delta.* of blocks\.1\.mixer holds NaN"):
         space.consolidate([images()])
-    assert space.tasks == 0 and not space.boxes()
+    assert space.tasks == 0 and not space.projected_step.boxes()
 
 
 # What every layer means
@@ -165,7 +165,7 @@ def test_others_train_when_they_should(tiny_model, others, words):
     model = tiny_model()
     space = NullSpace(model, layers="all", others=others)
     assert re.search(rf"^  others .* tensors, {words}$", space.describe(), re.M)
-    names = [name for name in snapshot(model) if not any(part.parameter == name for _, part in space.parts())]
+    names = [name for name in snapshot(model) if not any(part.parameter == name for _, part in space.selection.parts())]
     assert "cls_token" in names and "blocks.0.norm.weight" in names and "blocks.0.mixer.D" in names
     assert set(names).isdisjoint(space.trained_names()) == (others == "fixed")
     optimizer = space.wrap(torch.optim.AdamW(model.parameters(), lr=0.01))

@@ -87,7 +87,7 @@ class Method(ABC):
         return {}
 
     def moved(self) -> list[dict[str, Tensor]]:
-        """For each finished task, how much of its updates fell into protected directions: see `NullSpace.moved`."""
+        """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
         return []
 
     @abstractmethod
