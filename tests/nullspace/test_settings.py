@@ -146,3 +146,37 @@ def test_values_of_the_wrong_kind_are_refused(tiny_model, wrong):
 def test_an_unknown_kind_in_an_ablation_is_refused():
     with pytest.raises(UserError, match="no kind 'W_x'"):
         ablation("W_x")
+
+
+# What a user says about W_dt
+
+
+@pytest.mark.parametrize("given", [{"trains": False}, Rule(trains=False, feature="dt")], ids=["mapping", "Rule"])
+def test_W_dt_stays_fixed_with_every_layer_if_the_user_says_so(tiny_model, given):
+    model = tiny_model()
+    names = [name for name, _ in model.named_parameters() if name.endswith("dt_proj.weight")]
+    usual, fixed = NullSpace(model, layers="all"), NullSpace(model, layers="all", W_dt=given)
+    assert set(names) <= set(usual.trained_names()) and set(names).isdisjoint(fixed.trained_names())
+    start = {name: model.get_parameter(name).detach().clone() for name in names}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fixed.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+    assert all(torch.equal(model.get_parameter(name), start[name]) for name in names)
+    free = NullSpace(model, fixed.setting.without_projection())
+    assert set(names).isdisjoint(free.trained_names())
+    assert set(names) <= set(NullSpace(model, usual.setting.without_projection()).trained_names())
+
+
+def test_options_and_stored_runs_say_it_alike():
+    """A run's config.yaml of before has W_dt as it was by default, which trains with every layer."""
+    from mambacl.config import from_dict, resolve
+
+    usual = resolve(None, {"nullspace.layers": "all"})
+    assert usual.nullspace.W_dt == Rule(trains=False, feature="dt") and usual.nullspace.rule("W_dt").trains
+    fixed = resolve(None, {"nullspace.layers": "all", "nullspace.W_dt.trains": False})
+    assert not fixed.nullspace.rule("W_dt").trains
+    again = resolve({"nullspace": dataclasses.asdict(fixed.nullspace)}, {"nullspace.W_dt.trains": True})
+    assert again.nullspace.rule("W_dt") == Rule(trains=True, projected=True, feature="dt")
+    for config in (usual, fixed):
+        assert from_dict(dataclasses.asdict(config)).nullspace == config.nullspace
+        assert resolve(dataclasses.asdict(config), {}).nullspace == config.nullspace

@@ -195,3 +195,44 @@ def test_without_every_layer_others_are_none_of_its_business(tiny_model):
         space = NullSpace(model, others=others)
         assert "others" not in space.describe()
         assert {name.split(".", 2)[2] for name in space.trained_names()} == {X_PROJ, A_LOG, OUT}
+
+
+# Parameters that a model gets later
+
+
+@pytest.mark.parametrize("way", ["a new optimizer", "a new group"])
+@pytest.mark.parametrize("others", ["first-task", "fixed"])
+def test_a_head_added_later_trains_freely_and_is_named(tiny_model, caplog, others, way):
+    caplog.set_level("WARNING", logger="mambacl")
+    model = tiny_model().double()
+    space = NullSpace(model, "exact", layers="all", others=others)
+    optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.1))
+    space.consolidate([images(1, dtype=torch.float64)])
+    assert not caplog.text
+    model.second = nn.Linear(model.num_features, 3).double()
+    if way == "a new group":
+        optimizer.add_param_group({"params": list(model.second.parameters())})
+    else:
+        optimizer = space.wrap(torch.optim.SGD([*space.parameters(), *model.second.parameters()], lr=0.1))
+    space.freeze_others()
+    assert model.second.weight.requires_grad and "second.weight" not in space.trained_names()
+    start = snapshot(model)
+    set_random_gradients(model, 0)
+    optimizer.step()
+    for name in ("second.weight", "second.bias"):  # the optimizer's step
+        parameter = model.get_parameter(name)
+        torch.testing.assert_close(parameter.detach(), start[name] - 0.1 * parameter.grad)
+    assert torch.equal(model.blocks[0].norm.weight, start["blocks.0.norm.weight"])  # others stay
+    assert "2 parameters that it did not have when the NullSpace was built (second.weight, second.bias)" in caplog.text
+    assert "leave=[...]" in caplog.text
+    space.consolidate([images(1, seed=1, dtype=torch.float64)])  # nobody asks the new layer for its features
+
+
+def test_a_head_added_to_a_module_that_is_left_needs_no_warning(tiny_model, caplog):
+    caplog.set_level("WARNING", logger="mambacl")
+    model = tiny_model()
+    model.heads = nn.ModuleList()
+    space = NullSpace(model, layers="all", leave="heads")
+    model.heads.append(nn.Linear(model.num_features, 2))
+    space.wrap(torch.optim.SGD([*space.parameters(), *model.heads.parameters()], lr=0.1))
+    assert not caplog.text

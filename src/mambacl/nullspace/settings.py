@@ -169,16 +169,16 @@ class Setting:
 
 
 def given_rules(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of a setting, in which W_dt is fixed for good if they say that it does not train.
+    """Changes of a setting, in which W_dt stays fixed with layers "all" if they say that it does not train.
 
-    The default of W_dt does not train either, unless layers is "all". What tells the two apart in a setting, and in the
-    files that hold one, is that a W_dt that was fixed by the user is not projected.
+    The default of W_dt does not train either, except with layers "all". What tells the two apart in a setting, and in
+    the files that hold one, is that a W_dt fixed by the user is not projected.
     """
     rule = changes.get("W_dt")
     if isinstance(rule, Rule) and not rule.trains:
         return {**changes, "W_dt": dataclasses.replace(rule, projected=False)}
-    if isinstance(rule, Mapping) and rule.get("trains") is False and "projected" not in rule:
-        return {**changes, "W_dt": {**rule, "projected": False}}
+    if isinstance(rule, Mapping) and isinstance(rule.get("trains"), bool) and "projected" not in rule:
+        return {**changes, "W_dt": {**rule, "projected": rule["trains"]}}
     return dict(changes)
 
 
