@@ -102,7 +102,7 @@ def test_a_block_with_the_four_names_needs_no_adapter(layers):
 
 @pytest.fixture
 def foreign():
-    """An adapter of another package for blocks that a built-in one knows, too, and for one around them."""
+    """A block reader of another package for blocks that a built-in one knows, too, and for one around them."""
 
     def outer(module, name):
         if type(module).__name__ != "Outer":

@@ -7,7 +7,7 @@ from tasks_help import one_sentence
 from torch import nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.statistics import Accumulator, Output, gather
+from mambacl.nullspace.statistics import Accumulator, Source, gather
 
 CLASSES, WIDTH = 3, 5
 
@@ -50,7 +50,7 @@ def split(images, labels, sizes):
 
 
 def wanted(model):
-    feature = Output("feature", model[2])
+    feature = Source("feature", model[2])
     return {feature: {"by class": ClassSums(["output", "labels"]), "moment": SecondMoment(["output"])}}
 
 
@@ -79,7 +79,7 @@ def test_class_means_and_second_moments_in_one_pass(model, sizes):
 def test_two_halves_merged_are_the_whole(model):
     images, labels = batches()
     (_, together), (_, first), (_, second) = (next(iter(wanted(model).items())) for _ in range(3))
-    source = Output("feature", model[2])
+    source = Source("feature", model[2])
     gather(model, {source: together}, [(images, labels)])
     gather(model, {source: first}, [(images[:4], labels[:4])])
     gather(model, {source: second}, [(images[4:], labels[4:])])
@@ -114,7 +114,7 @@ def test_the_forward_function_and_the_precision_may_be_chosen(model):
             seen.append(features.dtype)
             return {"sum": features.sum(0)}
 
-    source = Output("feature", model[2])
+    source = Source("feature", model[2])
     gather(model, {source: {"sum": Seen(["output"])}}, [images], forward=model[:3], products=torch.float32)
     assert seen == [torch.float32]
 

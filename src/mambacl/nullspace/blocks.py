@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.statistics import Record
+from mambacl.nullspace.statistics import Record, Source
 from mambacl.registry import Registry
 
 Side = Literal["right", "left"]
@@ -57,8 +57,8 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """A module with its parts: a `Source` of features."""
+class Block(Source):
+    """A module with its parts. `hooks` registers hooks that show features, and returns their handles."""
 
     name: str
     module: nn.Module
@@ -66,7 +66,9 @@ class Block:
     hooks: Callable[[Record], list[Any]]
     selective: bool = True  # a selective SSM, as opposed to a plain layer
 
-    @property
+    def register_hooks(self, record: Record) -> list[Any]:
+        return self.hooks(record)
+
     def if_not_run(self) -> str:
         if self.selective:
             return ""

@@ -12,7 +12,7 @@ projected by one batched product; `projectors.project_part` is the plain twin. O
 On the way the squared norm of each update, and of its share in protected directions, is added up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
-from mambacl.nullspace.part_views import PartViews
 from mambacl.nullspace.projectors import Decomposition
 from mambacl.ops.switch import takes_kernel
 from mambacl.precision import float32_products
@@ -29,8 +28,10 @@ from mambacl.precision import float32_products
 ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once, and
 # Triton compiles a kernel again for numbers that are no multiple of 16
 PADDING = 2.0  # a basis is stacked with others up to this many times as wide: fewer stacks are fewer kernels
+MOST_ADDRESSES = 16  # an optimizer may keep copies of its parameters, each at another place
 CARRIED = "carried."
 Tensors = Mapping[str, Tensor]  # parameters by name
+Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # where parameters lie, and how
 
 
 class ProjectedStep:
@@ -340,3 +341,68 @@ def _to(holder: object, device: torch.device, *names: str) -> None:
     for name in names:
         if getattr(holder, name).device != device:
             setattr(holder, name, getattr(holder, name).to(device))
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where matrices lie, on their device, and how far apart their rows and columns are: what a kernel needs to find
+    them."""
+
+    addresses: Tensor
+    strides: tuple[int, int]
+
+
+class PartViews:
+    """Views of some parts of parameters, made again only when the parameters are others than last time."""
+
+    def __init__(self, parts: Sequence[Part], view: Callable[[Part, Tensor], Tensor]) -> None:
+        self.parts, self.view = parts, view
+        self._of: Placement = ()
+        self._views: list[Tensor] = []
+        self._addresses: dict[Placement, Addresses] = {}
+        self._recorded: list[Addresses] = []  # a CUDA graph reads them for as long as it lives
+
+    def __call__(self, tensors: Tensors, present: Sequence[int] | None = None) -> list[Tensor]:
+        """Of all parts, or of those whose parameters are `present`."""
+        if present is not None and len(present) < len(self.parts):
+            some = [self.parts[i] for i in present]
+            return [self.view(part, tensors[part.parameter].detach()) for part in some]
+        given = [tensors[part.parameter] for part in self.parts]
+        placement = tuple((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in given)
+        if placement != self._of:
+            views = [self.view(part, tensor.detach()) for part, tensor in zip(self.parts, given, strict=True)]
+            if not all(map(_shares_memory, views, given)):  # of a weight in another layout, a matrix is a copy
+                return views
+            self._of, self._views = placement, views
+        return self._views
+
+    def addresses(self, tensors: Tensors) -> Addresses | None:
+        """Of views (groups, n, D), an address for each group; None where they are no views, not of float32, or laid
+        out each in its own way."""
+        views = self(tensors)
+        if views is not self._views:
+            return None
+        found = self._addresses.get(self._of)
+        if found is None:
+            strides = {view.stride() for view in views}
+            if len(strides) > 1 or any(v.dtype != torch.float32 or v.device != views[0].device for v in views):
+                return None
+            group, row, column = strides.pop()
+            size = views[0].element_size()
+            places = [view.data_ptr() + size * group * g for view in views for g in range(len(view))]
+            found = Addresses(torch.tensor(places, device=views[0].device), (row, column))
+            if len(self._addresses) >= MOST_ADDRESSES:
+                del self._addresses[next(iter(self._addresses))]
+            self._addresses[self._of] = found
+        if _recording(found.addresses):
+            self._recorded.append(found)
+        return found
+
+
+def _recording(tensor: Tensor) -> bool:
+    """Whether what reads it now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

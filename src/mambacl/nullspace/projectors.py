@@ -177,7 +177,7 @@ def _chosen(spectrum: Tensor, ranks: list[int], vectors: Tensor, storage: torch.
 
 
 def dense_projector(covariance: Tensor, rank: int, eta: float, scaling: str) -> Tensor:
-    """The textbook twin: the whole matrix by SVD, as the paper writes it."""
+    """The textbook twin: the dense matrix by SVD, as the paper writes it."""
     U, _, _ = torch.linalg.svd(covariance.double())
     null = U[:, U.shape[1] - rank :]
     H = null @ null.T

@@ -92,7 +92,7 @@ class Selection:
         for block in find_blocks(model, every_layer):
             if not self.leaves(block.name):
                 parts = [part for part in block.parts if not self.leaves(part.parameter)]
-                if not every_layer:  # then linear and convolution layers as a whole are not trained
+                if not every_layer:  # then linear and convolution layers are not trained
                     parts = [part for part in parts if part.kind not in ("linear", "conv") or part.index]
                 found.append(dataclasses.replace(block, parts=tuple(parts)))
         if not any(block.parts for block in found):

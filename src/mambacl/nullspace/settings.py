@@ -86,7 +86,7 @@ class Setting:
     """with A by delta-elementwise: the share of a channel's output by which moving A may change the scan on old inputs,
     at most; 0 fixes A"""
     blocks: int | list[int] | None = None
-    """blocks to fine-tune: the first so many, or those listed; all if empty"""
+    """blocks to fine-tune: the number of first ones, or a list of their indices; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
     """precision in which the rank rule sees the spectrum"""
     products: Literal["float64", "float32"] = "float64"

@@ -3,7 +3,7 @@
     wanted = {source: {"x": accumulator, ...}, ...}
     images = gather(model, wanted, batches)
 
-A `Source` is a module with hooks that show its features by name. An `Accumulator` turns the features of a batch into
+A `Source` is a module whose hooks show its features by name. An `Accumulator` turns the features of a batch into
 totals that add up over batches, processes and tasks, in float64. Nothing here knows what the totals are for.
 """
 
@@ -11,9 +11,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,34 +24,22 @@ Record = Callable[[Features], None]
 LABELS = "labels"  # a feature of every source, where batches are (images, labels)
 
 
-class Source(Protocol):
-    """A module whose features can be seen. `hooks` registers hooks that record them, and returns their handles."""
+class Source:
+    """A module whose features can be seen: by default `output`, what it returns."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def hooks(self) -> Callable[[Record], list[Any]]: ...
-    @property
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+
+    def register_hooks(self, record: Record) -> list[Any]:
+        """Registers hooks that record features, and returns their handles."""
+        return [self.module.register_forward_hook(lambda _, __, output: record({"output": output}))]
+
     def if_not_run(self) -> str:
         """What to do when a forward pass does not run it: the end of a sentence."""
-        ...
+        return ""
 
 
 S = TypeVar("S", bound=Source)
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """The source that shows what a module returns, as the feature `output`."""
-
-    name: str
-    module: nn.Module
-    if_not_run: str = ""
-
-    def hooks(self, record: Record) -> list[Any]:
-        return [self.module.register_forward_hook(lambda _, __, output: record({"output": output}))]
 
 
 class Accumulator(ABC):
@@ -84,12 +71,6 @@ class Accumulator(ABC):
                 self.totals[name] = torch.maximum(self.totals[name], total.double())
             else:
                 self.totals[name].add_(total.double())
-
-    def add_other_processes(self) -> None:
-        """The totals of all processes, the same in each."""
-        for name in sorted(self.totals):
-            operation = torch.distributed.ReduceOp.MAX if name in self.largest else torch.distributed.ReduceOp.SUM
-            torch.distributed.all_reduce(self.totals[name], operation)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.totals)
@@ -140,7 +121,7 @@ def gather(
             if runs[source.name] == 0:
                 raise UserError(
                     f"A pass over the images saw no features of {source.name}: the forward function does not run it"
-                    f"{source.if_not_run}."
+                    f"{source.if_not_run()}."
                 )
             if seen[source, label] < runs[source.name]:
                 raise UserError(
@@ -153,17 +134,17 @@ def gather(
 
 
 def _over_processes(wanted: Mapping[S, Mapping[str, Accumulator]], images: int) -> int:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    """Replaces totals by those of all processes, and gives the number of all images."""
+    processes = torch.distributed
+    if not (processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1):
         return images
-    if torch.distributed.get_world_size() == 1:
-        return images
-    device = torch.device("cpu")
-    for source in wanted:
-        for accumulator in wanted[source].values():
-            accumulator.add_other_processes()
-            device = next((total.device for total in accumulator.totals.values()), device)
-    count = torch.tensor(images, device=device)
-    torch.distributed.all_reduce(count)
+    count = torch.tensor(images)
+    for accumulator in (accumulator for some in wanted.values() for accumulator in some.values()):
+        for name in sorted(accumulator.totals):
+            total, largest = accumulator.totals[name], name in accumulator.largest
+            processes.all_reduce(total, processes.ReduceOp.MAX if largest else processes.ReduceOp.SUM)
+            count = count.to(total.device)
+    processes.all_reduce(count)
     return int(count)
 
 
@@ -188,7 +169,7 @@ def watching(sources: Sequence[S], show: Callable[[S, Features], None]) -> Itera
     try:
         for source in sources:
             handles.append(source.module.register_forward_hook(count(source.name)))
-            handles += source.hooks(partial(show, source))
+            handles += source.register_hooks(partial(show, source))
         with eagerly():
             yield runs
     finally:
