@@ -193,3 +193,18 @@ def test_a_block_reader_of_another_package(monkeypatch):
     space = NullSpace(nn.Sequential(Own()), "exact")
     space.consolidate([torch.randn(1, 8, 16)])
     assert list(space.projectors()) == ["0.inner.out_proj.weight"]
+
+
+def test_a_package_of_the_old_entry_point_group_is_found(monkeypatch, tmp_path):
+    """It knows the registry by its old name, too."""
+    (tmp_path / "old_package.py").write_text(
+        "from mambacl.nullspace import ADAPTERS\nADAPTERS.add('old', lambda module, name: None)\n"
+    )
+    installed = tmp_path / "old_package-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: old-package\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[mambacl.adapters]\nold = old_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(BLOCK_READERS, "_entries", dict(BLOCK_READERS._entries))
+    monkeypatch.setattr(BLOCK_READERS, "_loaded", False)
+    assert {"old", "vim"} <= set(BLOCK_READERS.names())
