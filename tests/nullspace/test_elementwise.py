@@ -134,13 +134,13 @@ def test_inside_two_boxes_both_tasks_change_by_their_share_at_most():
 
 def test_batches_add_up_to_the_task():
     x, delta, A_log, B, C = random_scan((6, 9, 4, 2))
-    whole, summed = activity_and_sensitivity((x, delta, A_log, B, C)), Activity("delta", "scan", relaxed=True)
+    together, summed = activity_and_sensitivity((x, delta, A_log, B, C)), Activity("delta", "scan", relaxed=True)
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         summed.add((x[part], delta[part], A_log, B[part], C[part]))
-    assert summed.inputs == ("scan",) and summed.totals.keys() == whole.keys()
-    for word in whole:
-        torch.testing.assert_close(summed.totals[word], whole[word])
-    assert torch.equal(activity(delta)["time"], whole["time"])
+    assert summed.inputs == ("scan",) and summed.totals.keys() == together.keys()
+    for word in together:
+        torch.testing.assert_close(summed.totals[word], together[word])
+    assert torch.equal(activity(delta)["time"], together["time"])
 
 
 @pytest.mark.parametrize("relax", [0.0, 0.05])
@@ -238,10 +238,10 @@ class Recorder:
         return list(self.calls)
 
 
-FAMILIES = ["defocus", "vim", "vmamba"]
+BACKBONES = ["defocus", "vim", "vmamba"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BACKBONES)
 def test_the_scan_that_is_bounded_is_the_models_own(monkeypatch, family):
     """Input, step sizes, B and C of every direction in the order of its scan, on an image that is not square for the
     backbone that takes one."""
@@ -289,7 +289,7 @@ def change_of_block(record, model, kept, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BACKBONES)
 def test_after_training_no_channel_of_the_scan_changed_by_more_than_its_share(monkeypatch, family, tasks):
     relax = 0.05
     model, space, record, kept = after_training(monkeypatch, family, tasks, relax)

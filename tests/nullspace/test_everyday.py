@@ -197,7 +197,7 @@ def test_accumulated_gradients_are_one_big_batch(tiny_model):
 
 
 def dense_step(space, model, start, optimizer):
-    """One step by the book: the optimizer's own, times whole matrices, each from its covariance by SVD."""
+    """One step by the book: the optimizer's own, times dense matrices, each from its covariance by SVD."""
     optimizer.step()
     setting, boxes, covariances = space.setting, space.projected_step.boxes(), space.covariances()
     for _, part in space.selection.parts():

@@ -53,7 +53,7 @@ def matrices(null, eta, scaling):
 
 
 def by_hand(before, after, part, dense):
-    """The projection of one part by whole matrices, group after group."""
+    """The projection of one part by dense matrices, group after group."""
     old, new = part.of(before), part.of(after)
     change = new - old
     if part.side == "left":

@@ -234,7 +234,7 @@ class TestForReal:
 
     def test_as_exact_as_float32(self):
         """Against float64, at the size of the paper's largest model: the change that is left in protected directions,
-        and the whole; no worse than products of float32, whatever PyTorch is allowed."""
+        and all of it; no worse than products of float32, whatever PyTorch is allowed."""
         step, shapes = one_part(1024, 2048, 2048 - 208, eta=1.0)
         before = {name: 0.02 * tensor for name, tensor in tensors(shapes, 1).items()}
         after = {name: tensor + 1e-4 * tensors(shapes, 2)[name] for name, tensor in before.items()}
@@ -248,8 +248,8 @@ class TestForReal:
             finally:
                 torch.set_float32_matmul_precision("highest")
             for name in shapes:
-                V, whole = step.decomposition(name).basis.double(), change[name].double()
-                wanted = whole - whole @ V @ V.T
+                V, asked = step.decomposition(name).basis.double(), change[name].double()
+                wanted = asked - asked @ V @ V.T
                 errors[name, backend] = ((new[name] - wanted).norm() / wanted.norm()).item()
         for name in shapes:
             assert errors[name, "triton"] < 2e-7

@@ -85,7 +85,7 @@ OPTIMIZERS = {
 
 
 def project_by_hand(space, before, model):
-    """The change of every protected part times the whole matrix, from the paper's side."""
+    """The change of every protected part times the dense matrix, from the paper's side."""
     for name, projector in space.projectors().items():
         parameter, _, rows = name.rstrip("]").partition("[")
         rows = slice(*map(int, rows.split(":"))) if rows else slice(None)

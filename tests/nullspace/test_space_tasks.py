@@ -1,4 +1,4 @@
-"""Tasks taken back and brought together, where covariances are kept, one threshold for all blocks, and whole states."""
+"""Tasks taken back and merged, where covariances are kept, one threshold for all blocks, and complete states."""
 
 import gc
 
@@ -91,11 +91,11 @@ def test_only_tasks_that_were_can_be_forgotten(tiny_model, task):
 )  # fmt: skip
 def test_merged_spaces_are_one_that_saw_both(tiny_model, kind, keep_tasks):
     model = tiny_model()
-    whole = space_of(model, range(3), kind, keep_tasks=keep_tasks)
+    both = space_of(model, range(3), kind, keep_tasks=keep_tasks)
     first, second = (space_of(model, tasks, kind, keep_tasks=keep_tasks) for tasks in ((0, 1), (2,)))
     kept = copied(second)
     first.merge(second)
-    assert_same_protection(first, whole)
+    assert_same_protection(first, both)
     assert same(second.state_dict(), kept)
     first.consolidate([images(seed=5)])
     assert same(second.state_dict(), kept)  # nothing is shared
@@ -392,8 +392,8 @@ def test_a_state_of_another_architecture_is_refused_by_the_names_that_differ():
     before = copied(other)
     with pytest.raises(UserError, match="names on one side only: ") as error:
         other.load_state_dict(space.state_dict())
-    listed = str(error.value).split("only: ")[1].removesuffix(", ....").split(", ")
-    assert set(listed) <= set(space.state_dict()) ^ set(before) and len(listed) == 6
+    shown = str(error.value).split("only: ")[1].removesuffix(", ....").split(", ")
+    assert set(shown) <= set(space.state_dict()) ^ set(before) and len(shown) == 6
     assert same(other.state_dict(), before)
 
 

@@ -76,7 +76,7 @@ def test_class_means_and_second_moments_in_one_pass(model, sizes):
     assert model.training and hooks(model) == 0  # as it was before
 
 
-def test_two_halves_merged_are_the_whole(model):
+def test_two_merged_are_one_that_saw_all(model):
     images, labels = batches()
     (_, together), (_, first), (_, second) = (next(iter(wanted(model).items())) for _ in range(3))
     source = Source("feature", model[2])

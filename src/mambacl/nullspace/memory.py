@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition, Key
 from mambacl.nullspace.selection import Protection
@@ -121,64 +120,52 @@ def from_tensors(
     """`named`: the model's parameters. Tensors of another model or setting are a `UserError`."""
     tasks = int(tensors.get("tasks", torch.tensor(0)))
     protections = protections if tasks else []
-    numbers = range(tasks if keep_tasks else min(tasks, 1))
-    _check_names(tensors, protections, [_suffix(number, keep_tasks) for number in numbers])
+    suffixes = [_suffix(number, keep_tasks) for number in range(tasks if keep_tasks else min(tasks, 1))]
+    _check(tensors, {p.name: _shapes(p, named[p.part.parameter], suffixes, tasks) for p in protections})
+    statistics = [TaskStatistics() for _ in suffixes]
     decompositions: dict[Key, Decomposition] = {}
-    memory = Memory(tasks, [TaskStatistics() for _ in numbers], decompositions=decompositions)
-    for protection in protections:
-        part, name = protection.part, protection.name
-        for number, one in enumerate(memory.statistics):
-            suffix = _suffix(number, keep_tasks)
-            if protection.elementwise:
-                own = part.of(named[part.parameter])
-                ends = [tensors[f"{name}.{end}{suffix}"].to(own.device) for end in ENDS]
-                _check_size(part, all(end.shape == own.shape for end in ends))
-                one.boxes[name] = Box(*ends)
-            else:
-                _add_covariance(one, protection, tensors, named, suffix)
-        if not protection.elementwise:
-            spectrum, basis, rank = (tensors[f"{name}.{word}"] for word in ("spectrum", "basis", "rank"))
-            decompositions[protection.key] = Decomposition(spectrum.cpu(), rank.cpu(), basis)
-    for protection in protections:
-        _check_size(protection.part, tensors[f"{protection.name}.moved"].shape == (tasks, 4))
-    for task in range(tasks):
-        memory.update_energy.append({p.name: tensors[f"{p.name}.moved"][task].cpu() for p in protections})
-    return memory
+    for p in protections:
+        own = {word: tensors[f"{p.name}.{word}"] for word in _shapes(p, named[p.part.parameter], suffixes, tasks)}
+        for one, suffix in zip(statistics, suffixes, strict=True):
+            if p.elementwise:
+                device = named[p.part.parameter].device
+                one.boxes[p.name] = Box(*(own[f"{end}{suffix}"].to(device) for end in ENDS))
+                continue
+            covariance = own[f"covariance{suffix}"]
+            known = one.covariances.setdefault(p.key, covariance)
+            if known is not covariance and not torch.equal(known.cpu(), covariance.cpu()):
+                raise UserError(f"This null-space state is of another setting: {p.name} had another feature there.")
+        if not p.elementwise:
+            decompositions[p.key] = Decomposition(own["spectrum"].cpu(), own["rank"].cpu(), own["basis"])
+    energy = [{p.name: tensors[f"{p.name}.moved"][task].cpu() for p in protections} for task in range(tasks)]
+    return Memory(tasks, statistics, energy, decompositions)
 
 
 def _suffix(task: int, keep_tasks: bool) -> str:
     return f".{task}" if keep_tasks else ""
 
 
-def _check_names(tensors: Mapping[str, Tensor], protections: Sequence[Protection], suffixes: Sequence[str]) -> None:
-    wanted = {"tasks"}
-    for protection in protections:
-        by_task = ENDS if protection.elementwise else ("covariance",)
-        words = {f"{word}{suffix}" for word in by_task for suffix in suffixes} | {"moved"}
-        words |= set() if protection.elementwise else {"spectrum", "basis", "rank"}
-        wanted |= {f"{protection.name}.{word}" for word in words}
-    differing = sorted(wanted ^ set(tensors))
-    if differing:
+def _shapes(
+    protection: Protection, parameter: Tensor, suffixes: Sequence[str], tasks: int
+) -> dict[str, tuple[int | None, ...]]:
+    """Of the tensors of a part, by the last word of their names; None is any number."""
+    part, energy = protection.part, {"moved": (tasks, 4)}
+    if protection.elementwise:
+        shape = tuple(part.of(parameter).shape)
+        return {**{f"{end}{suffix}": shape for end in ENDS for suffix in suffixes}, **energy}
+    groups, _, size = part.matrix(parameter).shape
+    lead = (groups,) if groups > 1 else ()
+    covariances = {f"covariance{suffix}": (*lead, size, size) for suffix in suffixes}
+    return {**covariances, "spectrum": (*lead, size), "rank": lead, "basis": (*lead, size, None), **energy}
+
+
+def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Mapping[str, tuple[int | None, ...]]]) -> None:
+    names = {"tasks"} | {f"{part}.{word}" for part, shapes in expected.items() for word in shapes}
+    if differing := sorted(names ^ set(tensors)):
         shown = ", ".join(differing[:6]) + (", ..." if len(differing) > 6 else "")
         raise UserError(f"This null-space state is of another model or setting; names on one side only: {shown}.")
-
-
-def _add_covariance(
-    one: TaskStatistics, protection: Protection, tensors: Mapping[str, Tensor], named: Mapping[str, Tensor], suffix: str
-) -> None:
-    part, name = protection.part, protection.name
-    groups, _, size = part.matrix(named[part.parameter]).shape
-    lead = (groups,) if groups > 1 else ()
-    covariance = tensors[f"{name}.covariance{suffix}"]
-    shapes = {"spectrum": (*lead, size), "rank": lead, "basis": (*lead, size, tensors[f"{name}.basis"].shape[-1])}
-    fits = all(tensors[f"{name}.{word}"].shape == shape for word, shape in shapes.items())
-    _check_size(part, fits and covariance.shape == (*lead, size, size))
-    known = one.covariances.get(protection.key)
-    if known is not None and known is not covariance and not torch.equal(known.cpu(), covariance.cpu()):
-        raise UserError(f"This null-space state is of another setting: {name} had another feature there.")
-    one.covariances.setdefault(protection.key, covariance)
-
-
-def _check_size(part: Part, fits: bool) -> None:
-    if not fits:
-        raise UserError(f"This null-space state is of another model: {part.name} has another size there.")
+    for part, shapes in expected.items():
+        for word, shape in shapes.items():
+            found = tensors[f"{part}.{word}"].shape
+            if len(found) != len(shape) or any(a not in (b, None) for a, b in zip(shape, found, strict=True)):
+                raise UserError(f"This null-space state is of another model: {part} has another size there.")

@@ -66,8 +66,8 @@ class NullSpace:
         folder: str | Path | None = None,
         **overrides: Any,
     ) -> None:
-        named = setting_named(setting or "paper") if not isinstance(setting, Setting) else setting
-        self.setting = named.override(**overrides)
+        chosen = setting if isinstance(setting, Setting) else setting_named("paper" if setting is None else setting)
+        self.setting = chosen.override(**overrides)
         self._given = set(overrides) if setting is None else {f.name for f in dataclasses.fields(Setting)}
         self.model = unwrapped(model)
         self.selection = Selection(self.model, self.setting, (leave,) if isinstance(leave, str) else leave)
