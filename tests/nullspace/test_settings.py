@@ -11,6 +11,7 @@ from mambacl.backbones.defocus import Mixer, MixerConfig
 from mambacl.errors import UserError
 from mambacl.nullspace import PAPER_KINDS, SETTINGS, NullSpace, Rule, Setting, ablation
 from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.settings import given_rules
 
 
 def test_freeze_others_leaves_gradients_to_what_is_trained(tiny_model):
@@ -165,6 +166,12 @@ def test_W_dt_stays_fixed_with_every_layer_if_the_user_says_so(tiny_model, given
     free = NullSpace(model, fixed.setting.without_projection())
     assert set(names).isdisjoint(free.trained_names())
     assert set(names) <= set(NullSpace(model, usual.setting.without_projection()).trained_names())
+
+
+@pytest.mark.parametrize("text, trains", [("false", False), ("true", True), (False, False), (None, None)])
+def test_W_dt_is_understood_as_text(text, trains):
+    given = given_rules({"eta": 0.5, "W_dt": {"trains": text}})
+    assert given == {"eta": 0.5, "W_dt": {"trains": text} | ({} if trains is None else {"projected": trains})}
 
 
 def test_options_and_stored_runs_say_it_alike():

@@ -177,8 +177,9 @@ def given_rules(changes: Mapping[str, Any]) -> dict[str, Any]:
     rule = changes.get("W_dt")
     if isinstance(rule, Rule) and not rule.trains:
         return {**changes, "W_dt": dataclasses.replace(rule, projected=False)}
-    if isinstance(rule, Mapping) and isinstance(rule.get("trains"), bool) and "projected" not in rule:
-        return {**changes, "W_dt": {**rule, "projected": rule["trains"]}}
+    if isinstance(rule, Mapping) and "projected" not in rule:
+        trains = {"true": True, "false": False}.get(str(rule.get("trains")).lower())  # options may still be text
+        return dict(changes) if trains is None else {**changes, "W_dt": {**rule, "projected": trains}}
     return dict(changes)
 
 
