@@ -54,7 +54,7 @@ class Selection:
         for name in self.leave:
             if name not in (modules := named_modules(model)):
                 raise UserError(f"The model has no module '{name}' to leave.{did_you_mean(name, modules)}")
-        self.parameters = {name: parameter.shape for name, parameter in named_parameters(model).items()}
+        self.shapes = {name: parameter.shape for name, parameter in named_parameters(model).items()}
         found = self._found(model, every_layer=setting.layers == "all")
         selective = [block for block in found if block.selective]
         _check_blocks(setting.blocks, len(selective))
@@ -66,7 +66,7 @@ class Selection:
         if setting.layers == "all":
             self.others = [
                 name
-                for name in self.parameters
+                for name in self.shapes
                 if name not in claimed
                 and not self.leaves(name)
                 and not any(name.startswith(f"{block}.") for block in outside)
@@ -81,9 +81,9 @@ class Selection:
         trained = {part.parameter for _, part in self.parts() if rules[part.kind].trains}
         if setting.others != "fixed":
             trained |= set(self.others)
-        self.trained = [name for name in self.parameters if name in trained]
+        self.trained = [name for name in self.shapes if name in trained]
         """parameters of which some rows are trained in some task, in the model's order"""
-        one_per_head = any(p.kind == "A" and len(self.parameters[p.parameter]) == 1 for _, p in self.parts())
+        one_per_head = any(p.kind == "A" and len(self.shapes[p.parameter]) == 1 for _, p in self.parts())
         if setting.relax > 0 and one_per_head:
             raise UserError("relax does not serve blocks whose A is a number per head, as in Mamba-2: use relax 0.")
 
@@ -118,7 +118,7 @@ class Selection:
 
     def is_new(self, name: str) -> bool:
         """Whether the model got a parameter after the selection was made."""
-        return name not in self.parameters and not self.leaves(name)
+        return name not in self.shapes and not self.leaves(name)
 
 
 def _protection(block: Block, part: Part, feature: str) -> Protection:

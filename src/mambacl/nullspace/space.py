@@ -221,7 +221,7 @@ class NullSpace:
         clamped = [p.part for p in selection.protections if p.name in boxes]
         others_fixed = setting.others == "fixed" or (setting.others == "first-task" and memory.tasks > 0)
         others = [Part("other", name) for name in selection.others] if others_fixed else []
-        projected = projected_parts(uses, selection.parameters, setting.eta, setting.scaling, dtype, device)
+        projected = projected_parts(uses, selection.shapes, setting.eta, setting.scaling, dtype, device)
         self.projected_step = ProjectedStep(
             [
                 FixedParts([*others, *selection.fixed]),
