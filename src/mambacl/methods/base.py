@@ -135,7 +135,7 @@ class Method:
         return {"classifier": time.perf_counter() - started}
 
     def moved(self) -> list[dict[str, Tensor]]:
-        """For each finished task, how much of its updates fell into protected directions: see `NullSpace.moved`."""
+        """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
         return []
 
     def predict(self, images: Tensor) -> Tensor:

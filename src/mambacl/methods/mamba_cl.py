@@ -32,10 +32,10 @@ class MambaCL(Method):
         return {**seconds, **super().finish_task(batches)}
 
     def moved(self) -> list[dict[str, Tensor]]:
-        return self.space.moved
+        return [self.space.update_energy(task) for task in range(self.space.tasks)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        steps = {f"space.{name}": tensor for name, tensor in self.space.step_state_dict().items()}
+        steps = {f"space.{name}": tensor for name, tensor in self.space.projected_step.state_dict().items()}
         return {**super().state_dict(), **steps}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -46,13 +46,14 @@ class MambaCL(Method):
         return {**self.space.state_dict(), **super().task_state_dict()}
 
     def task_text(self) -> dict[str, str]:
-        parts = {p.name: {"block": p.block, "kind": p.kind, "feature": p.feature} for p in self.space.protections()}
+        protections = self.space.selection.protections
+        parts = {p.name: {"block": p.block, "kind": p.part.kind, "feature": p.label} for p in protections}
         return {"setting": json.dumps(dataclasses.asdict(self.space.setting)), "parts": json.dumps(parts)}
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_task_state_dict(state)
         self.space.load_state_dict({name: t for name, t in state.items() if not name.startswith(CLASSIFIER)})
-        self.space.load_step_state_dict(self.steps)  # they belong to the projectors of this state
+        self.space.projected_step.load_state_dict(self.steps)  # they belong to the projectors of this state
 
 
 METHODS.add(MambaCL.name, MambaCL)

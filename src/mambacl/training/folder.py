@@ -22,7 +22,7 @@ from typing import Any
 
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.errors import UserError
-from mambacl.nullspace.shelf import PREFIX
+from mambacl.nullspace.memory import COVARIANCE_FOLDER
 from mambacl.scenarios import SCENARIOS
 from mambacl.streams.orders import ORDERS, is_file
 from mambacl.tensorfile import write_bytes
@@ -97,7 +97,7 @@ class RunFolder:
 
     def clear_covariances(self) -> None:
         """What a process that was killed left on disk of its covariances; the checkpoints have their own copy."""
-        for path in self.checkpoints.glob(f"{PREFIX}*"):
+        for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.adapters import find_blocks, first_tensor, named_modules
+from mambacl.nullspace.blocks import find_blocks, first_tensor, named_modules
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
         found[name] = (module, layer.in_features)
     if not found:
         raise UserError(
-            f"An adapter has no place in {type(model).__name__}, which has no selective SSM: tell the null space "
-            "where its blocks are (docs/extending.md)."
+            f"An adapter has no place in {type(model).__name__}, which has no selective SSM: register a block "
+            "reader for it (docs/extending.md)."
         )
     return found
 

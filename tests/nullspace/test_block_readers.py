@@ -1,23 +1,22 @@
-"""Every adapter: what it finds, what it sees, and that an update in the exact null space leaves old outputs alone."""
+"""Every block reader: what it finds and sees, and that updates in the exact null space leave old outputs alone."""
 
 import pytest
 import torch
-from adapter_models import MODELS, PlainMamba, build, output
+from block_models import MODELS, PlainMamba, build, output
 from nullspace_help import hooks
 from tolerance import rounding
 from torch import nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace import ADAPTERS, PAPER_KINDS, NullSpace
-from mambacl.nullspace.adapters import find_blocks
-from mambacl.nullspace.covariance import value
-from mambacl.nullspace.gathering import watching
+from mambacl.nullspace import BLOCK_READERS, PAPER_KINDS, NullSpace
+from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.statistics import value, watching
 
 
 def outputs_of_blocks(model, space, batch):
     """What each protected block gives out."""
     found, handles = {}, []
-    for block in space.blocks:
+    for block in space.selection.blocks:
         handles.append(
             block.module.register_forward_hook(lambda _, __, y, name=block.name: found.__setitem__(name, y.detach()))
         )
@@ -53,15 +52,15 @@ def train(model, optimizer, inputs, steps):
 def test_it_finds_the_blocks_and_their_parts(name):
     model, inputs, count = build(name)
     space = NullSpace(model)
-    assert len(space.blocks) == count and all(block.selective for block in space.blocks)
-    assert {part.kind for _, part in space.parts()} >= set(PAPER_KINDS)
+    assert len(space.selection.blocks) == count and all(block.selective for block in space.selection.blocks)
+    assert {part.kind for _, part in space.selection.parts()} >= set(PAPER_KINDS)
     named = dict(model.named_parameters())
-    for _, part in space.parts():  # every part is a view of its parameter
+    for _, part in space.selection.parts():  # every part is a view of its parameter
         assert part.of(named[part.parameter]).data_ptr() >= named[part.parameter].data_ptr()
         matrix = part.matrix(named[part.parameter])
         assert torch.equal(part.restored(matrix, part.of(named[part.parameter]).shape), part.of(named[part.parameter]))
     space.consolidate([inputs(0), inputs(1)])
-    assert set(space.projectors()) == {protection.name for protection in space.protections()}
+    assert set(space.projectors()) == {protection.name for protection in space.selection.protections}
     assert hooks(model) == 0
 
 
@@ -102,7 +101,7 @@ def test_both_maps_of_delta_may_train_and_nothing_moves(name):
 def test_with_every_layer_trained_the_whole_model_stays(name):
     model, inputs, _ = build(name)
     space = NullSpace(model, "exact", layers="all")
-    kinds = {protection.kind for protection in space.protections()}
+    kinds = {protection.part.kind for protection in space.selection.protections}
     assert {"linear", "conv", "W_dt"} - kinds <= ({"W_dt"} if name == "Mamba2" else set())
     old = inputs(0)
     space.consolidate([old])
@@ -114,7 +113,7 @@ def test_with_every_layer_trained_the_whole_model_stays(name):
         after, elsewhere = output(model, old), output(model, inputs(5))
     assert ((after - before).norm() / before.norm()).item() < rounding_of(20)
     assert not torch.equal(elsewhere, before)
-    others = set(start) - {part.parameter for _, part in space.parts()}
+    others = set(start) - {part.parameter for _, part in space.selection.parts()}
     assert others and all(torch.equal(model.get_parameter(n), start[n]) for n in others)  # fixed after the first task
 
 
@@ -141,14 +140,14 @@ def test_features_are_those_of_the_scan(golden_model):
 
 def test_vmambas_directions_share_one_covariance_of_x():
     space = NullSpace(build("vmamba")[0], "exact")
-    features = {p.feature for p in space.protections() if p.kind in ("W_delta", "W_B", "W_C")}
+    features = {p.label for p in space.selection.protections if p.part.kind in ("W_delta", "W_B", "W_C")}
     assert features == {"x"}
-    assert len({p.feature for p in space.protections() if p.kind == "A"}) == 4  # but each its own delta
+    assert len({p.label for p in space.selection.protections if p.part.kind == "A"}) == 4  # but each its own delta
 
 
 def test_vims_directions_have_their_own():
     space = NullSpace(build("vim")[0])
-    features = {p.feature for p in space.protections()}
+    features = {p.label for p in space.selection.protections}
     assert {"x", "x(x_b)", "delta-x", "delta-x(x_b, delta_b)", "delta", "delta(delta_b)", "out"} == features
 
 
@@ -170,7 +169,7 @@ def test_rows_of_mamba2s_gate_and_input_stay():
     assert same[:128].all() and not same[128:].any()  # the gate and x (64 each), then B, C and delta
 
 
-def test_an_adapter_of_another_package(monkeypatch):
+def test_a_block_reader_of_another_package(monkeypatch):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,7 +189,22 @@ def test_an_adapter_of_another_package(monkeypatch):
 
         return Block(name, module, (Part("out", f"{name}.inner.out_proj.weight"),), show)
 
-    monkeypatch.setattr(ADAPTERS, "_entries", {"own": own})
+    monkeypatch.setattr(BLOCK_READERS, "_entries", {"own": own})
     space = NullSpace(nn.Sequential(Own()), "exact")
     space.consolidate([torch.randn(1, 8, 16)])
     assert list(space.projectors()) == ["0.inner.out_proj.weight"]
+
+
+def test_a_package_of_the_old_entry_point_group_is_found(monkeypatch, tmp_path):
+    """It knows the registry by its old name, too."""
+    (tmp_path / "old_package.py").write_text(
+        "from mambacl.nullspace import ADAPTERS\nADAPTERS.add('old', lambda module, name: None)\n"
+    )
+    installed = tmp_path / "old_package-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: old-package\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[mambacl.adapters]\nold = old_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(BLOCK_READERS, "_entries", dict(BLOCK_READERS._entries))
+    monkeypatch.setattr(BLOCK_READERS, "_loaded", False)
+    assert {"old", "vim"} <= set(BLOCK_READERS.names())

@@ -1,4 +1,4 @@
-"""A small model of every kind that the null space has an adapter for, and inputs that leave room beside them."""
+"""A small model of every kind that the null space has a reader for, and inputs that leave room beside them."""
 
 from collections.abc import Callable
 

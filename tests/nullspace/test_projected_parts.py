@@ -4,14 +4,14 @@ import io
 
 import pytest
 import torch
-from adapter_models import build, output
+from block_models import build, output
 from nullspace_help import OUT, X_PROJ, images, set_random_gradients, snapshot
 from tolerance import rounding
 from torch import nn
 
 from mambacl.nullspace import Decomposition, NullSpace, Part, dense_projector, null_rank
-from mambacl.nullspace.adapters import find_blocks
-from mambacl.nullspace.bank import PADDING, Bank
+from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.projected_step import PADDING, ProjectedStep, projected_parts
 from mambacl.nullspace.projectors import decompose, project_part
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def matrices(null, eta, scaling):
 
 
 def by_hand(before, after, part, dense):
-    """The projection of one part by whole matrices, group after group."""
+    """The projection of one part by dense matrices, group after group."""
     old, new = part.of(before), part.of(after)
     change = new - old
     if part.side == "left":
@@ -77,6 +77,10 @@ def clones(table):
 def assert_same(ours, theirs, **tolerance):
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, msg=name, **(tolerance or {"rtol": 1e-12, "atol": 1e-12}))
+
+
+def projection(uses, shapes, eta, scaling, dtype, device):
+    return ProjectedStep(projected_parts(uses, shapes, eta, scaling, dtype, device))
 
 
 MODELS = ["defocus", "vim", "vmamba", "vanilla_vmamba", "mambavision", "Mamba2", "FalconMamba"]
@@ -103,30 +107,30 @@ def case(name, layers=True, seed=0, eta=0.9, scaling="none", dtype=torch.float64
         decomposition, null = made(size, picked if groups > 1 else picked[0], seed + number)
         uses.append((decomposition, [part]))
         dense[part.name] = matrices(null, eta, scaling)
-    return Bank(uses, shapes, eta, scaling, dtype, device), parts, shapes, dense, uses
+    return projection(uses, shapes, eta, scaling, dtype, device), parts, shapes, dense, uses
 
 
 @pytest.mark.parametrize("scaling", ["none", "frobenius"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_bank_projects_like_whole_matrices(name, scaling):
+def test_stacked_parts_are_projected_as_by_dense_matrices(name, scaling):
     """Linear maps, rows of them, convolutions of many groups, A from the left, 1-D and 3-D parameters."""
-    bank, parts, shapes, dense, _ = case(name, scaling=scaling)
+    step, parts, shapes, dense, _ = case(name, scaling=scaling)
     before, after = random_like(shapes, 1), random_like(shapes, 2)
     expected = clones(after)
-    bank.project(before, after)
+    step.project(before, after)
     for part in parts:
         by_hand(before[part.parameter], expected[part.parameter], part, dense[part.name])
     assert_same(after, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_bank_projects_like_one_projector_at_a_time(name):
-    bank, parts, shapes, _, uses = case(name, layers=False)
+def test_stacked_parts_are_projected_as_one_at_a_time(name):
+    step, parts, shapes, _, uses = case(name, layers=False)
     parts = [part for part in parts if part.groups == 1]
     projectors = {part.name: decomposition.projector(0.9, "none") for decomposition, [part] in uses}
     before, after = random_like(shapes, 1), random_like(shapes, 2)
     expected = clones(after)
-    bank.project(before, after)
+    step.project(before, after)
     for part in parts:
         project_part(before[part.parameter], expected[part.parameter], part, projectors[part.name])
         assert part.of(after[part.parameter]).shape == part.of(expected[part.parameter]).shape
@@ -138,10 +142,10 @@ def test_a_bank_projects_like_one_projector_at_a_time(name):
 def test_the_plain_twin_takes_a_convolution_of_one_group():
     part, shapes = Part("conv", "w"), {"w": torch.Size((5, 2, 3, 3))}
     decomposition, _ = made(18, 7)
-    bank = Bank([(decomposition, [part])], shapes, 1.0, "none", torch.float64, CPU)
+    step = projection([(decomposition, [part])], shapes, 1.0, "none", torch.float64, CPU)
     before, after = random_like(shapes, 1), random_like(shapes, 2)
     expected = clones(after)
-    bank.project(before, after)
+    step.project(before, after)
     project_part(before["w"], expected["w"], part, decomposition.projector(1.0, "none"))
     assert_same(after, expected)
 
@@ -155,10 +159,10 @@ def test_groups_of_a_convolution_are_projected_each_by_itself(groups, kernel):
     ranks = [(3 * g + 1) % (size + 1) for g in range(groups)]
     decomposition, null = made(size, ranks if groups > 1 else ranks[0])
     part = Part("conv", "w", groups=groups)
-    bank = Bank([(decomposition, [part])], shapes, 0.7, "none", torch.float64, CPU)
+    step = projection([(decomposition, [part])], shapes, 0.7, "none", torch.float64, CPU)
     before, after = random_like(shapes, 1), random_like(shapes, 2)
     expected = clones(after)
-    bank.project(before, after)
+    step.project(before, after)
     by_hand(before["w"], expected["w"], part, matrices(null, 0.7, "none"))
     assert_same(after, expected)
 
@@ -198,27 +202,27 @@ def test_a_group_without_input_frees_no_other():
 
 
 def test_parameters_that_are_missing_are_left_out():
-    bank, parts, shapes, dense, _ = case("vim")
+    step, parts, shapes, dense, _ = case("vim")
     before, after = random_like(shapes, 1), random_like(shapes, 2)
     missing = {part.parameter for part in parts[::3]}
     given = {name: tensor for name, tensor in before.items() if name not in missing}
     expected = clones(after)
-    bank.project(given, after)
+    step.project(given, after)
     for part in parts:
         if part.parameter not in missing:
             by_hand(before[part.parameter], expected[part.parameter], part, dense[part.name])
     assert_same(after, expected)
-    moved = bank.moved()
+    moved = step.update_energy()
     assert all((moved[part.name][0] == 0) == (part.parameter in missing) for part in parts)
 
 
 def test_nothing_given_is_nothing_done():
-    bank, _, shapes, *_ = case("defocus")
+    step, _, shapes, *_ = case("defocus")
     after = random_like(shapes, 2)
     expected = clones(after)
-    bank.project({}, after)
+    step.project({}, after)
     assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
-    assert not any(moved.any() for moved in bank.moved().values())
+    assert not any(moved.any() for moved in step.update_energy().values())
 
 
 def test_parts_that_share_a_projector_are_projected_by_it():
@@ -233,10 +237,10 @@ def test_parts_that_share_a_projector_are_projected_by_it():
         Part("W_C", "c", (2, (0, 4))),
     ]
     (first, null), (second, other) = made(8, 3), made(8, 6, seed=5)
-    bank = Bank([(first, parts[:4]), (second, parts[4:])], shapes, 0.8, "none", torch.float64, CPU)
+    step = projection([(first, parts[:4]), (second, parts[4:])], shapes, 0.8, "none", torch.float64, CPU)
     before, after = random_like(shapes, 1), random_like(shapes, 2)
     expected = clones(after)
-    bank.project(before, after)
+    step.project(before, after)
     for part in parts:
         by_hand(
             before[part.parameter],
@@ -258,14 +262,14 @@ ERRORS = {  # relative to the norm of the update: in half precision V is rounded
 
 @pytest.mark.parametrize("storage", ERRORS, ids=str)
 def test_the_error_of_a_projection_is_that_of_its_storage(storage):
-    bank, parts, shapes, dense, _ = case("vim", eta=1.0, dtype=storage)
+    step, parts, shapes, dense, _ = case("vim", eta=1.0, dtype=storage)
     parameters = torch.float64 if storage == torch.float64 else torch.float32
     before = {name: tensor.to(parameters) for name, tensor in random_like(shapes, 1).items()}
     after = {name: tensor.to(parameters) for name, tensor in random_like(shapes, 2).items()}
     start, expected = clones(after), {name: tensor.double().clone() for name, tensor in after.items()}
-    bank.project(before, after)
+    step.project(before, after)
     twice = clones(after)
-    bank.project(before, twice)
+    step.project(before, twice)
     errors, again = [], []
     for part in parts:
         by_hand(before[part.parameter].double(), expected[part.parameter], part, dense[part.name])
@@ -288,9 +292,9 @@ def test_a_space_projects_twice_as_once(tiny_model, storage):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     change = {name: (p - before[name]).norm().item() for name, p in model.named_parameters()}
     once = snapshot(model)
-    space.project(before, once)
+    space.projected_step.project(before, once)
     twice = clones(once)
-    space.project(before, twice)
+    space.projected_step.project(before, twice)
     tolerance = max(ERRORS[storage], ERRORS[torch.float32])  # the parameters are float32
     for name in space.trained_names():
         assert (twice[name] - once[name]).norm() < tolerance * change[name], name
@@ -306,15 +310,15 @@ def test_bytes_stay_within_the_padding():
         uses = [(made(40, rank, seed + i)[0], [Part("out", f"{i}")]) for i, rank in enumerate(ranks)]
         needed = sum(40 * min(rank, 40 - rank) for rank in ranks)
         for dtype, size in sizes.items():
-            bank = Bank(uses, shapes, 1.0, "none", dtype, CPU)
-            assert needed * size <= bank.nbytes() <= PADDING * needed * size
+            step = projection(uses, shapes, 1.0, "none", dtype, CPU)
+            assert needed * size <= step.nbytes() <= PADDING * needed * size
 
 
 def test_a_space_of_full_or_empty_null_spaces_needs_no_bytes(tiny_model):
     for rank in ("fraction:0.0", "fraction:1.0"):
         space = NullSpace(tiny_model(), rank=rank)
         space.consolidate([images()])
-        assert space.bank.nbytes() == 0
+        assert space.projected_step.nbytes() == 0
 
 
 # What is counted
@@ -343,9 +347,9 @@ def test_counts_are_the_sums_over_all_steps(tiny_model, rank, eta, scaling):
         set_random_gradients(model, step)
         changes.append({name: -0.1 * p.grad for name, p in model.named_parameters()})
         optimizer.step()
-    moved = space.moved_now()
-    assert moved.keys() == {protection.name for protection in space.protections()}
-    for _, part in space.parts():
+    moved = space.update_energy()
+    assert moved.keys() == {protection.name for protection in space.selection.protections}
+    for _, part in space.selection.parts():
         if part.name in moved:
             Q = space.covariances()[part.name]
             number = null_rank(torch.linalg.svdvals(Q), rank)
@@ -358,16 +362,16 @@ def test_counts_are_the_sums_over_all_steps(tiny_model, rank, eta, scaling):
 def test_counts_of_groups_are_added(ranks):
     decomposition, null = made(8, ranks)
     part, shapes = Part("conv", "w", groups=4), {"w": torch.Size((8, 2, 2, 2))}
-    bank = Bank([(decomposition, [part])], shapes, 0.5, "frobenius", torch.float64, CPU)
+    step = projection([(decomposition, [part])], shapes, 0.5, "frobenius", torch.float64, CPU)
     expected = torch.zeros(4, dtype=torch.float64)
-    for step in range(2):
-        before, after = random_like(shapes, step), random_like(shapes, 10 + step)
+    for seed in range(2):
+        before, after = random_like(shapes, seed), random_like(shapes, 10 + seed)
         change = (after["w"] - before["w"]).reshape(4, 2, 8)
         for rows, H, P in zip(change, null, matrices(null, 0.5, "frobenius"), strict=True):
             protects = torch.eye(8, dtype=H.dtype) - H
             expected += torch.stack([t.square().sum() for t in (rows, rows @ protects, rows @ P, rows @ P @ protects)])
-        bank.project(before, after)
-    torch.testing.assert_close(bank.moved()["w"], expected)
+        step.project(before, after)
+    torch.testing.assert_close(step.update_energy()["w"], expected)
 
 
 @pytest.mark.parametrize("eta, relax", [(1.0, 0.0), (0.5, 0.0), (0.0, 0.0), (1.0, 0.1)])
@@ -376,7 +380,7 @@ def test_counts_of_A_by_its_box(tiny_model, eta, relax):
     space = NullSpace(model, "exact", eta=eta, relax=relax)
     space.consolidate([images(dtype=torch.float64)])
     optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=1e-3))
-    expected = dict.fromkeys(space.boxes(), 0)
+    expected = dict.fromkeys(space.projected_step.boxes(), 0)
     for step in range(3):
         set_random_gradients(model, step)
         before = snapshot(model)
@@ -390,7 +394,7 @@ def test_counts_of_A_by_its_box(tiny_model, eta, relax):
                 [t.square().sum() for t in (change, outside, applied, let_through)]
             )
     for name, counts in expected.items():
-        torch.testing.assert_close(space.moved_now()[name], counts, rtol=1e-8, atol=1e-14)
+        torch.testing.assert_close(space.update_energy()[name], counts, rtol=1e-8, atol=1e-14)
         if relax:
             assert 0 < counts[2] < counts[0]
 
@@ -401,18 +405,18 @@ def test_counts_start_again_with_each_task(tiny_model):
     optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.1))
     set_random_gradients(model, 0)
     optimizer.step()
-    assert space.moved_now() == {}  # nothing was protected, so nothing was counted
+    assert space.update_energy() == {}  # nothing was protected, so nothing was counted
     seen = []
     for task in range(3):
         space.consolidate([images(1, seed=task)])
-        assert not any(counts.any() for counts in space.moved_now().values())
+        assert not any(counts.any() for counts in space.update_energy().values())
         set_random_gradients(model, task)
         optimizer.step()
-        seen.append(space.moved_now())
-    assert len(space.moved) == 3 and space.moved[0] == {}
+        seen.append(space.update_energy())
+    assert space.tasks == 3 and space.update_energy(0) == {}
     for task in range(2):
-        assert space.moved[task + 1].keys() == seen[task].keys()
-        assert all(torch.equal(space.moved[task + 1][name], counts) for name, counts in seen[task].items())
+        assert space.update_energy(task + 1).keys() == seen[task].keys()
+        assert all(torch.equal(space.update_energy(task + 1)[name], counts) for name, counts in seen[task].items())
 
 
 @pytest.mark.parametrize("layers", ["ssm", "all"])
@@ -425,15 +429,16 @@ def test_counts_survive_saving_in_the_middle_of_a_task(tiny_model, layers):
         optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.01))
         for step in range(4):
             if stops and step == 2:
-                state, steps = (through_a_file(part) for part in (space.state_dict(), space.step_state_dict()))
+                state = through_a_file(space.state_dict())
+                energies = through_a_file(space.projected_step.state_dict())
                 space = NullSpace(model, "exact", layers=layers, relax=0.05)
                 space.load_state_dict(state)
-                assert not any(counts.any() for counts in space.moved_now().values())
-                space.load_step_state_dict(steps)
+                assert not any(counts.any() for counts in space.update_energy().values())
+                space.projected_step.load_state_dict(energies)
                 optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.01))
             set_random_gradients(model, step)
             optimizer.step()
-        final[stops] = space.moved_now()
+        final[stops] = space.update_energy()
     assert final[True].keys() == final[False].keys() and all(counts[0] > 0 for counts in final[True].values())
     for name, counts in final[False].items():
         torch.testing.assert_close(final[True][name], counts, rtol=1e-9, atol=1e-12, msg=name)
@@ -456,7 +461,7 @@ def test_a_protected_model_counts_what_its_loss_asked_for():
     optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.01))
     output(model, inputs(1, 2).double()).square().sum().backward()
     optimizer.step()
-    for name, (asked, inside, applied, let_through) in space.moved_now().items():
+    for name, (asked, inside, applied, let_through) in space.update_energy().items():
         assert 0 <= let_through <= 1e-20 * asked, name
         assert 0 < inside <= asked * (1 + 1e-9) and abs(asked - inside - applied) <= 1e-9 * asked, name
 
@@ -472,7 +477,7 @@ def test_rows_of_two_blocks_do_not_mix(tiny_model):
         after = {name: tensor + 1.0 for name, tensor in before.items()}
         for word in (X_PROJ, OUT):
             after[f"blocks.0.{word}"] = before[f"blocks.0.{word}"] + factor
-        space.project(before, after)
+        space.projected_step.project(before, after)
         results.append(after)
     for word in (X_PROJ, OUT):
         torch.testing.assert_close(*(r[f"blocks.1.{word}"] for r in results), rtol=0, atol=1e-12)

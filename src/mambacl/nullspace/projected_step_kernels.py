@@ -1,12 +1,13 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
-"""Projecting the updates of equally large matrices in two Triton kernels: the fast twin of `Stack.project_`.
+"""Projecting the updates of equally large matrices in two Triton kernels: the fast twin of
+`ProjectedParts._project_`.
 
 With W0 the matrices before a step, W after it, and V a basis:
 
     inside = (W - W0) V,   W <- W0 + identity (W - W0) + factor inside V^T
 
 Nothing as large as a parameter is written but the result: `_inside` leaves as many columns as a basis has, and the sums
-of squares that a bank counts, tile by tile. The matrices are found by their addresses, wherever they lie.
+of squares that are counted, tile by tile. The matrices are found by their addresses, wherever they lie.
 
 A GPU's fast products take numbers of eleven bits. Each number is taken as two of them, the second being what the first
 leaves, and three of the four products are added up (`tf32x3`): as exact as a product of float32, and faster. Triton

@@ -1,8 +1,8 @@
-"""How the null space sees a model: blocks, the parts of their parameters, and a way to observe their features.
+"""How the null space sees a model: blocks, the parts of their parameters, and hooks that show their features.
 
-An adapter looks at a module and returns a `Block`, or None for a module that it does not know. The adapters for
-selective SSMs are in `selective.py`, those for plain layers in `layers.py`. Other packages add their own through the
-entry point group `mambacl.adapters`.
+A block reader looks at a module and returns a `Block`, or None for a module that it does not know. Those for selective
+SSMs and plain layers are in `block_readers.py`. Other packages add their own through the entry point group
+`mambacl.block_readers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.covariance import Features
+from mambacl.nullspace.statistics import Record, Source
 from mambacl.registry import Registry
 
 Side = Literal["right", "left"]
-Form = Literal["linear", "convolution", "elementwise"]
-Record = Callable[[Features], None]
 Index = int | tuple[int, int]  # a place, or from and to
 
 
@@ -58,8 +56,8 @@ class Part:
         return matrix.reshape(shape)
 
 
-@dataclass(frozen=True)
-class Block:
+@dataclass(frozen=True, eq=False)
+class Block(Source):
     """A module with its parts. `hooks` registers hooks that show features, and returns their handles."""
 
     name: str
@@ -68,9 +66,18 @@ class Block:
     hooks: Callable[[Record], list[Any]]
     selective: bool = True  # a selective SSM, as opposed to a plain layer
 
+    def register_hooks(self, record: Record) -> list[Any]:
+        return self.hooks(record)
 
-Adapter = Callable[[nn.Module, str], Block | None]
-ADAPTERS: Registry[Adapter] = Registry("null-space adapter", "mambacl.adapters")
+    def if_not_run(self) -> str:
+        if self.selective:
+            return ""
+        return f", or uses its weight without calling it; leave=('{self.name}',) leaves it out"
+
+
+BlockReader = Callable[[nn.Module, str], Block | None]
+BLOCK_READERS: Registry[BlockReader] = Registry("block reader", "mambacl.block_readers", old_group="mambacl.adapters")
+ADAPTERS = BLOCK_READERS  # what packages that register in the old group know it as
 
 
 def plain_name(name: str) -> str:
@@ -100,20 +107,20 @@ def shared_names(model: nn.Module) -> dict[str, list[str]]:
 def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
     """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them.
 
-    Other packages' adapters are asked first. A block inside another one that has claimed its parameters is left
+    Other packages' readers are asked first. A block inside another one that has claimed its parameters is left
     to that one. A plain layer whose weight has other users, such as an embedding, is none: what it multiplies is not
     all that its weight does.
     """
-    from mambacl.nullspace.layers import plain_layer
-    from mambacl.nullspace.selective import BUILT_IN
+    from mambacl.nullspace.block_readers import BUILT_IN, plain_layer
 
-    names = [*(name for name in ADAPTERS.names() if name not in BUILT_IN), *BUILT_IN]
-    adapters = [ADAPTERS.get(name) for name in names if name in ADAPTERS.names()]
+    known = BLOCK_READERS.names()
+    names = [*(name for name in known if name not in BUILT_IN), *(name for name in BUILT_IN if name in known)]
+    readers = [BLOCK_READERS.get(name) for name in names]
     modules, shared = named_modules(model), shared_names(model)
     blocks: list[Block] = []
     claimed: set[str] = set()
     for name, module in modules.items():
-        found = next((block for adapter in adapters if (block := adapter(module, name)) is not None), None)
+        found = next((block for reader in readers if (block := reader(module, name)) is not None), None)
         if found is not None and not claimed & {part.parameter for part in found.parts}:
             blocks.append(found)
             claimed |= {part.parameter for part in found.parts}
@@ -121,7 +128,7 @@ def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
         users = ", ".join(name for name in shared[tied[0]] if name != tied[0])
         raise UserError(
             f"The parameter {tied[0]} of a selective SSM is shared with {users}: give each its own (a copy), or "
-            "register an adapter for both."
+            "register a block reader for both."
         )
     if layers:
         for name, module in modules.items():

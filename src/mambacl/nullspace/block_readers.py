@@ -1,7 +1,8 @@
-"""Adapters for selective SSMs: De-focus Mamba, Vim, VMamba, MambaVision, the plain Mamba block and Mamba-2.
+"""Readers of selective SSMs: De-focus Mamba, Vim, VMamba, MambaVision, the plain Mamba block and Mamba-2; and of plain
+layers.
 
-But for De-focus Mamba, whose B and C are rotated, they know a module by its parameters, not by its class, so that they
-serve our own backbones, `mamba_ssm` and `transformers` alike. Features are seen by hooks: tokens go into the block, x
+Except for De-focus Mamba, whose B and C are rotated, they know a module by its parameters, not by its class, so that
+they serve our own backbones, `mamba_ssm` and `transformers` alike. Hooks see the features: tokens go into the block, x
 into x_proj, whose output gives delta, B and C; out goes into out_proj. What goes into in_proj and the convolution
 follows from the tokens.
 """
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.backbones.defocus import Mixer
-from mambacl.nullspace.adapters import ADAPTERS, Block, Part, Record, batched, first_tensor
-from mambacl.nullspace.covariance import Features
+from mambacl.nullspace.blocks import BLOCK_READERS, Block, Part, batched, first_tensor
+from mambacl.nullspace.statistics import Features, Record
 from mambacl.ops.precision import at_least_float32, full_precision
 
 
@@ -66,7 +67,7 @@ def mamba_block(
     scale: float = 1.0,
 ) -> Block:
     """A block of the Mamba-1 kind, with one direction for each suffix. `convs` has what its depthwise convolutions
-    multiply, from the two halves of in_proj's output; `finish` is what is done to dt, B and C."""
+    multiply, from the two outputs of in_proj; `finish` is what is done to dt, B and C."""
     named: Any = module
     prefix = f"{name}." if name else ""
     rank, states = named.dt_proj.weight.shape[1], named.A_log.shape[1]
@@ -86,8 +87,8 @@ def mamba_block(
         dt_proj: nn.Linear = getattr(module, f"dt_proj{suffix}")
 
         def delta() -> Tensor:
-            steps = step_sizes(dt, dt_proj.weight, dt_proj.bias, bias_times)
-            return steps if scale == 1.0 else steps / scale
+            unscaled = step_sizes(dt, dt_proj.weight, dt_proj.bias, bias_times)
+            return unscaled if scale == 1.0 else unscaled / scale
 
         A = getattr(module, f"A{suffix}_log")
         found: Features = {"x": x, "delta": delta, "dt": dt, "B": B, "C": C, "A": A}
@@ -144,8 +145,8 @@ def vim(module: nn.Module, name: str) -> Block | None:
 
 
 def mambavision(module: nn.Module, name: str) -> Block | None:
-    """The bias of delta enters twice; the convolutions, one a half, see as far ahead as back; out_proj takes the scan's
-    output and the other half side by side."""
+    """The bias of delta enters twice; the convolutions of x and z see as far ahead as back; out_proj takes the scan's
+    output and z side by side."""
     if not has(module, "conv1d_x", "conv1d_z", "x_proj", "dt_proj", "A_log", "out_proj"):
         return None
     convs = {
@@ -170,7 +171,7 @@ def mamba(module: nn.Module, name: str) -> Block | None:
 
 def mamba2(module: nn.Module, name: str) -> Block | None:
     """Mamba-2: in_proj makes the gate, x, B, C and dt at once, so its input is the X of W_B, W_C and W_delta, and the
-    rows of the gate and of x are a plain linear layer. A is a number a head."""
+    rows of the gate and of x are a plain linear layer. A is a number per head."""
     if not has(module, "in_proj", "dt_bias", "A_log", "out_proj") or has(module, "x_proj"):
         return None
     layers: Any = module
@@ -278,6 +279,48 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
     return Block(name, module, tuple(parts), hooks)
 
 
-BUILT_IN = {adapter.__name__: adapter for adapter in (defocus, vim, vmamba, mambavision, mamba, mamba2)}
-for name, adapter in BUILT_IN.items():
-    ADAPTERS.add(name, adapter)
+def plain_layer(module: nn.Module, name: str) -> Block | None:
+    """Any `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, by what goes into them."""
+    if isinstance(module, nn.Linear):
+        part = Part("linear", f"{name}.weight" if name else "weight")
+    elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        part = Part("conv", f"{name}.weight" if name else "weight", groups=module.groups)
+    else:
+        return None
+
+    def hooks(record: Record) -> list[Any]:
+        def show(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = first_tensor(arguments, named)
+            rows = x.flatten(1, -2) if isinstance(module, nn.Linear) and x.dim() > 2 else x
+            if isinstance(module, nn.Linear):
+                record({"in": rows if rows.dim() == 3 else rows[:, None]})
+            else:
+                record({"in": lambda: windows(module, x)})
+
+        return [module.register_forward_pre_hook(show, with_kwargs=True)]
+
+    return Block(name, module, (part,), hooks, selective=False)
+
+
+def windows(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    """What each group of a convolution multiplies at each place: (images, places, groups, values)."""
+    dims = len(conv.kernel_size)
+    if x.dim() == dims + 1:
+        x = x[None]
+    if isinstance(conv.padding, str):
+        totals = [d * (k - 1) if conv.padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size)]  # noqa: B905
+        pads = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pads = [(p, p) for p in conv.padding]
+    flat = [side for pair in reversed(pads) for side in pair]
+    x = F.pad(x, flat, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
+    kernel, stride, dilation = conv.kernel_size, conv.stride, conv.dilation
+    if dims == 1:
+        x, kernel, stride, dilation = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation)
+    patches = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (b, c k, places)
+    return patches.mT.unflatten(-1, (conv.groups, -1))
+
+
+BUILT_IN = {reader.__name__: reader for reader in (defocus, vim, vmamba, mambavision, mamba, mamba2)}
+for name, reader in BUILT_IN.items():
+    BLOCK_READERS.add(name, reader)
