@@ -1,5 +1,5 @@
-"""What is drawn for whole epochs follows the distributions of torchvision's transforms: fixed seeds, and bounds that a
-right distribution exceeds once in thousands of seeds."""
+"""The parameters sampled for an epoch follow the distributions of torchvision's transforms: fixed seeds, and bounds
+that a right distribution exceeds once in thousands of seeds."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -11,12 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import v2
 
-from mambacl.streams.batched_draws import OPS, SIGNED, draw, draw_boxes, draw_operations
-from mambacl.streams.batched_ops import NONE
-from mambacl.streams.draws import Draws, draw_flips
+from mambacl.data.augment_params import (
+    operations,
+    sample_autoaugment,
+    sample_boxes,
+    sample_crops_and_flips,
+    sample_operations,
+    signed,
+)
+from mambacl.data.autoaugment import NONE
 
 POLICIES = [v2.AutoAugmentPolicy.CIFAR10, v2.AutoAugmentPolicy.IMAGENET]
 N = 20_000
+OPS, SIGNED = operations(), signed()
 
 
 class Recording(v2.AutoAugment):
@@ -56,7 +63,7 @@ def test_operations_and_magnitudes(policy: v2.AutoAugmentPolicy, size: tuple[int
     torch.manual_seed(0)
     recording = Recording(policy)
     theirs = [recording.drawn(*size) for _ in range(N)]
-    ops, magnitudes = draw_operations(np.random.default_rng(0), recording, np.tile([size], (N, 1)))
+    ops, magnitudes = sample_operations(np.random.default_rng(0), recording, np.tile([size], (N, 1)))
     ours = [
         tuple((OPS[op], float(magnitude)) for op, magnitude in zip(*row, strict=True) if op != NONE)
         for row in zip(ops, magnitudes, strict=True)
@@ -87,7 +94,7 @@ def test_boxes_of_resized_crops(size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     image = torch.zeros(3, *size)
     theirs = np.array([list(crop.make_params([image]).values()) for _ in range(count)], dtype=float)
-    ours = draw_boxes(np.random.default_rng(0), crop, np.tile([size], (count, 1))).astype(float)
+    ours = sample_boxes(np.random.default_rng(0), crop, np.tile([size], (count, 1))).astype(float)
     height, width = size
     for boxes in (ours, theirs):
         assert (boxes[:, :2] >= 0).all() and (boxes[:, 0] + boxes[:, 2] <= height).all()
@@ -109,36 +116,27 @@ def test_boxes_of_resized_crops(size: tuple[int, int]) -> None:
 def test_boxes_of_many_sizes_at_once() -> None:
     rng = np.random.default_rng(1)
     sizes = rng.integers(1, 300, (3000, 2))
-    boxes = draw_boxes(rng, v2.RandomResizedCrop(32), sizes)
+    boxes = sample_boxes(rng, v2.RandomResizedCrop(32), sizes)
     assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] > 0).all() and (boxes[:, :2] + boxes[:, 2:] <= sizes).all()
 
 
 @pytest.mark.parametrize("size", [32, 20, 4])
 def test_crops_and_flips(size: int) -> None:
     crop, flip = v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()
-    drawn = draw(np.random.default_rng(0), v2.Compose([crop, flip]), np.tile([[size, size]], (N, 1)))
+    sizes = np.tile([[size, size]], (N, 1))
+    ours = sample_crops_and_flips(np.random.default_rng(0), size // 8, sizes)
     torch.manual_seed(0)
     image = torch.zeros(3, size, size)
     theirs = [(p["top"], p["left"]) for p in (crop.make_params([image]) for _ in range(N))]
-    assert_same_frequencies([tuple(corner) for corner in drawn.corners.tolist()], theirs)
-    assert_same_frequencies(drawn.flips.tolist(), (torch.rand(N) < flip.p).tolist())
-    assert (drawn.ops == NONE).all()
-    alone = draw(np.random.default_rng(0), flip, np.tile([[size, size]], (N, 1)))
+    assert_same_frequencies([tuple(corner) for corner in ours.corners.tolist()], theirs)
+    assert_same_frequencies(ours.flips.tolist(), (torch.rand(N) < flip.p).tolist())
+    assert (ours.ops == NONE).all() and (ours.boxes[:, 2:] == size).all()
+    alone = sample_crops_and_flips(np.random.default_rng(0), 0, sizes)
     assert (alone.corners == 0).all() and 0.48 < alone.flips.mean() < 0.52
 
 
-def test_a_part_of_the_draws_is_that_part() -> None:
+def test_rows_of_the_parameters() -> None:
     augment = v2.Compose([v2.AutoAugment(), v2.RandomResizedCrop(16)])
-    whole = draw(np.random.default_rng(0), augment, np.tile([[20, 30]], (50, 1)))
-    part = whole.at(np.array([7, 3]))
-    assert (part.boxes == whole.boxes[[7, 3]]).all() and (part.magnitudes == whole.magnitudes[[7, 3]]).all()
-
-
-@pytest.mark.parametrize("padding", [0, 4])
-def test_flips_drawn_without_torchvision_are_the_same(padding: int) -> None:
-    flip = v2.RandomHorizontalFlip()
-    theirs = v2.Compose([v2.RandomCrop(32, padding=padding), flip]) if padding else flip
-    sizes = np.tile([[32, 32]], (50, 1))
-    one, other = draw(np.random.default_rng(7), theirs, sizes), draw_flips(np.random.default_rng(7), padding, sizes)
-    for name in Draws.__dataclass_fields__:
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    params = sample_autoaugment(np.random.default_rng(0), augment, np.tile([[20, 30]], (50, 1)))
+    part = params.rows(np.array([7, 3]))
+    assert (part.boxes == params.boxes[[7, 3]]).all() and (part.magnitudes == params.magnitudes[[7, 3]]).all()

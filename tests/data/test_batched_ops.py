@@ -9,12 +9,12 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as TF
 
-from mambacl.streams import TransformConfig, Transforms
-from mambacl.streams.batched import BatchedTransforms
-from mambacl.streams.batched_draws import OPS, SIGNED, draw_boxes, magnitude_table
-from mambacl.streams.batched_ops import MOVES, NONE, OPERATIONS, autoaugment, color
-from mambacl.streams.batched_resize import MOST_TAPS, resized, resized_boxes, taps, windows
+from mambacl.data import TransformConfig, Transforms
+from mambacl.data.augment_params import magnitude_table, operations, sample_boxes, signed
+from mambacl.data.autoaugment import GEOMETRIC, NONE, OPERATIONS, autoaugment, color
+from mambacl.data.batched_transforms import MOST_TAPS, BatchedTransforms, crop, resize, resize_boxes, taps
 
+OPS, SIGNED = operations(), signed()
 SIZES = [(32, 32), (28, 28), (33, 47), (64, 48), (3, 3), (2, 5), (1, 1), (120, 161)]
 VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # Where PyTorch's kernels round a product and a sum twice instead of once - without AVX2 everywhere, with it in the last
@@ -64,8 +64,8 @@ def test_every_operation_at_every_magnitude(name: str, size: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("size", [*SIZES, (224, 224)], ids=str)
-@pytest.mark.parametrize("name", MOVES)
-def test_every_move_between_pixels_at_every_magnitude(name: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_every_geometric_operation_between_pixels_at_every_magnitude(name: str, size: tuple[int, int]) -> None:
     number = OPS.index(name)
     magnitudes = np.array([sign * m for m in magnitude_table(*size)[number] for sign in (1, -1)])
     images = pictures(len(magnitudes), *size, seed=number)
@@ -91,10 +91,10 @@ def test_every_colour_there_is(magnitude: float) -> None:
 
 
 def test_every_operation_of_the_policies_is_there() -> None:
-    assert set(OPS) == {*MOVES, *OPERATIONS}
+    assert set(OPS) == {*GEOMETRIC, *OPERATIONS}
 
 
-def test_an_operation_touches_only_the_images_that_drew_it() -> None:
+def test_an_operation_touches_only_the_images_it_is_for() -> None:
     images = pictures(8, 16, 20)
     before = images.clone()
     rng = np.random.default_rng(0)
@@ -118,10 +118,10 @@ def test_an_operation_touches_only_the_images_that_drew_it() -> None:
 def test_resized_crops(shape: tuple[int, int], size: int, mode: InterpolationMode) -> None:
     """The same box in torchvision: the same values."""
     images = pictures(20, *shape)
-    boxes = draw_boxes(np.random.default_rng(0), v2.RandomResizedCrop(size), np.tile([shape], (20, 1)))
+    boxes = sample_boxes(np.random.default_rng(0), v2.RandomResizedCrop(size), np.tile([shape], (20, 1)))
     boxes[0] = (0, 0, *shape)
     boxes[1] = (shape[0] - 1, shape[1] - 1, 1, 1)
-    found = resized_boxes(images, boxes, size, mode == InterpolationMode.BICUBIC)
+    found = resize_boxes(images, boxes, size, mode == InterpolationMode.BICUBIC)
     pairs = zip(images, boxes.tolist(), strict=True)
     expected = torch.stack([TF.resized_crop(i, *box, [size, size], mode, antialias=True) for i, box in pairs])
     most, _ = differing(found, expected)
@@ -136,7 +136,7 @@ def test_products_are_exact_up_to_the_last_tap(cubic: bool) -> None:
     length = next(n for n in range(2, 5000) if taps(np.array([n + 1]), size, cubic) > MOST_TAPS)
     for width in (length, length + 1, 3 * length):
         images = torch.cat([torch.full((1, 3, 4, width), 255, dtype=torch.uint8), pictures(5, 4, width)])
-        found = resized(images, size, cubic)
+        found = resize(images, size, cubic)
         most, _ = differing(found, TF.resize(images, [size, size], mode, antialias=True))
         assert most <= (0 if VECTORS or cubic else 1)
 
@@ -144,8 +144,8 @@ def test_products_are_exact_up_to_the_last_tap(cubic: bool) -> None:
 def test_a_coarse_product_of_matrices_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors have eight bits: what TF32 and bfloat16 leave of them is all of them, and sums are float32 in either."""
     images = pictures(20, 33, 47)
-    boxes = draw_boxes(np.random.default_rng(0), v2.RandomResizedCrop(32), np.tile([[33, 47]], (20, 1)))
-    expected = resized_boxes(images, boxes, 32, True)
+    boxes = sample_boxes(np.random.default_rng(0), v2.RandomResizedCrop(32), np.tile([[33, 47]], (20, 1)))
+    expected = resize_boxes(images, boxes, 32, True)
     exact = torch.bmm
     seen = []
 
@@ -154,10 +154,10 @@ def test_a_coarse_product_of_matrices_is_as_good(monkeypatch: pytest.MonkeyPatch
         return exact(one.bfloat16().float(), other.bfloat16().float())
 
     monkeypatch.setattr(torch, "bmm", coarse)
-    assert torch.equal(resized_boxes(images, boxes, 32, True), expected) and seen == [torch.float32] * 4
+    assert torch.equal(resize_boxes(images, boxes, 32, True), expected) and seen == [torch.float32] * 4
     monkeypatch.undo()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(resized_boxes(images, boxes, 32, True), expected)
+        assert torch.equal(resize_boxes(images, boxes, 32, True), expected)
 
 
 # Crops, flips, evaluation
@@ -168,7 +168,7 @@ def test_crops_and_flips(padding: int) -> None:
     images = pictures(30, 16, 16)
     rng = np.random.default_rng(0)
     corners, flips = rng.integers(0, 2 * padding + 1, (30, 2)), rng.random(30) < 0.5
-    found = windows(images, corners, flips, 16, padding)
+    found = crop(images, corners, flips, 16, padding)
     for image, made, (top, left), flip in zip(images, found, corners.tolist(), flips, strict=True):
         expected = TF.crop(TF.pad(image, [padding]), top, left, 16, 16)
         assert torch.equal(made, TF.horizontal_flip(expected) if flip else expected)
@@ -206,9 +206,9 @@ def test_a_gpu_gives_the_same_values_without_waiting(shape: tuple[int, int], aug
         plain = Transforms(config, 48, [0.4, 0.5, 0.6], [0.2, 0.3, 0.1])
         transforms = BatchedTransforms(plain, torch.device(device))
         images = pictures(500, *shape).to(device)
-        draws = transforms.draw(np.random.default_rng(0), np.tile([shape], (500, 1)))
+        params = transforms.sample(np.random.default_rng(0), np.tile([shape], (500, 1)))
         check()
-        return transforms.normalize(transforms.train(images, draws))
+        return transforms.normalize(transforms.train(images, params))
 
     expected = made("cpu")
     made("cuda")

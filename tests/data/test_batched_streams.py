@@ -16,21 +16,21 @@ from training_help import assert_same_run, interrupted_after
 
 import mambacl
 from mambacl.config import resolve
-from mambacl.errors import UserError
-from mambacl.streams import (
+from mambacl.data import (
     ArrayImages,
     DataSet,
     Stream,
     StreamConfig,
     TransformConfig,
     Transforms,
-    batched,
+    loaders,
     open_stream,
 )
-from mambacl.streams.batched import BatchedBatches, Shelf
-from mambacl.streams.batched_draws import OPS
-from mambacl.streams.batched_ops import NONE
-from mambacl.streams.decoded import Decoded, main_memory
+from mambacl.data.augment_params import operations
+from mambacl.data.autoaugment import NONE
+from mambacl.data.image_cache import CachedImages, ImageCache, main_memory
+from mambacl.data.loaders import BatchedLoader
+from mambacl.errors import UserError
 from mambacl.training import run as run_module
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -54,7 +54,7 @@ def folders(root: Path) -> DataSet:
             for i in range(count):
                 pixels = rng.integers(0, 256, (7 + 3 * (i % 4), 9 + 5 * (i % 3), 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return mambacl.streams.open_dataset("folders", root)
+    return mambacl.data.open_dataset("folders", root)
 
 
 def stream(dataset: DataSet, engine: str = "batched", **options: Any) -> Stream:
@@ -94,31 +94,31 @@ def test_without_augmentation_training_is_torchvisions(dataset: DataSet) -> None
 
 
 @pytest.mark.parametrize("augment", AUGMENTS[1:])
-def test_training_is_torchvisions_with_the_same_draws(dataset: DataSet, augment: str) -> None:
-    """Image by image, with torchvision's functions and what was drawn."""
+def test_training_is_torchvisions_with_the_same_params(dataset: DataSet, augment: str) -> None:
+    """Image by image, with torchvision's functions and what was sampled."""
     ours = stream(dataset, augment=augment)
     batches = ours.train_batches(1, 2, 7, repeats=2)
-    assert isinstance(batches, BatchedBatches)
+    assert isinstance(batches, BatchedLoader)
     found = torch.cat([images for images, _ in batches])
-    draws = batches.transforms.draw(
-        np.random.Generator(np.random.PCG64(batches.seed)), batches.decoded.sizes[batches.places]
+    params = batches.transforms.sample(
+        np.random.Generator(np.random.PCG64(batches.seed)), batches.images.sizes[batches.places]
     )
-    assert draws is not None
+    assert params is not None
     plain, same = ours.transforms, []
     for k, place in enumerate(batches.places):
-        image: Tensor = dataset.train.image(int(batches.decoded.indices[place]))
+        image: Tensor = dataset.train.image(int(batches.images.indices[place]))
         if augment.startswith("autoaugment"):
             augmenting = plain.augment.transforms[0]  # type: ignore[union-attr]
-            for op, magnitude in zip(draws.ops[k], draws.magnitudes[k], strict=True):
+            for op, magnitude in zip(params.ops[k], params.magnitudes[k], strict=True):
                 if op != NONE:
                     image = augmenting._apply_image_or_video_transform(
-                        image, OPS[op], float(magnitude), augmenting.interpolation, augmenting._fill
+                        image, operations()[op], float(magnitude), augmenting.interpolation, augmenting._fill
                     )
-            image = TF.resized_crop(image, *draws.boxes[k].tolist(), [8, 8], plain.mode, antialias=True)
+            image = TF.resized_crop(image, *params.boxes[k].tolist(), [8, 8], plain.mode, antialias=True)
         else:
             padding = 1 if augment == "crop-flip" else 0
-            image = TF.crop(TF.pad(plain.evaluate(image), [padding]), *draws.corners[k].tolist(), 8, 8)
-            image = TF.horizontal_flip(image) if draws.flips[k] else image
+            image = TF.crop(TF.pad(plain.evaluate(image), [padding]), *params.corners[k].tolist(), 8, 8)
+            image = TF.horizontal_flip(image) if params.flips[k] else image
         same.append(torch.equal(found[k], plain.normalize(image[None])[0]))
     assert np.mean(same) > (0.95 if VECTORS else 0.5)  # a rounded level may grow in a second operation
 
@@ -146,9 +146,9 @@ def test_batches_depend_on_seed_task_and_epoch_only(dataset: DataSet, augment: s
 @pytest.mark.parametrize("augment", ["crop-flip", "autoaugment-cifar"])
 def test_blocks_change_nothing(dataset: DataSet, augment: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = list(stream(dataset, augment=augment).train_batches(1, 0, 4, repeats=2))
-    monkeypatch.setattr(batched, "block_values", lambda device: most)
+    monkeypatch.setattr(loaders, "block_values", lambda device: most)
     batches = stream(dataset, augment=augment).train_batches(1, 0, 4, repeats=2)
-    assert isinstance(batches, BatchedBatches)
+    assert isinstance(batches, BatchedLoader)
     blocks = batches._blocks(most)
     assert len(blocks) > 1 and [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
     assert all(block.start % 4 == 0 for block in blocks) and blocks[-1].stop == len(batches.places)
@@ -159,22 +159,22 @@ def test_blocks_change_nothing(dataset: DataSet, augment: str, most: int, monkey
 def test_images_that_do_not_fit_are_read_again(dataset: DataSet, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = list(stream(dataset, augment="autoaugment-cifar").train_batches(1, 0, 4))
     ours = stream(dataset, augment="autoaugment-cifar")
-    ours._shelf.room = room
-    monkeypatch.setattr(batched, "block_values", lambda device: 5000)  # several blocks, so that one is read ahead
+    ours._cache.room = room
+    monkeypatch.setattr(loaders, "block_values", lambda device: 5000)  # stacked blocks, so that one is read ahead
     batches = ours.train_batches(1, 0, 4)
     assert_same_batches(batches, expected)
-    assert isinstance(batches, BatchedBatches) and batches.decoded.host_bytes <= room
+    assert isinstance(batches, BatchedLoader) and batches.images.host_bytes <= room
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_images_are_decoded_once_a_task(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    one, several = ArrayImages.image, ArrayImages.several
+    one, many = ArrayImages.image, ArrayImages.stack
     monkeypatch.setattr(ArrayImages, "image", lambda self, index: read.append(index) or one(self, index))
-    monkeypatch.setattr(ArrayImages, "several", lambda self, indices: read.extend(indices) or several(self, indices))
+    monkeypatch.setattr(ArrayImages, "stack", lambda self, indices: read.extend(indices) or many(self, indices))
     ours = stream(arrays())
     if not at_once:
-        monkeypatch.setattr(ArrayImages, "bytes_of", lambda self, count: 1 << 60)
+        monkeypatch.setattr(ArrayImages, "nbytes", lambda self, count: 1 << 60)
     for task in range(2):
         for epoch in range(2):
             list(ours.train_batches(task, epoch, 8))
@@ -188,30 +188,30 @@ def test_images_are_decoded_once_a_task(at_once: bool, monkeypatch: pytest.Monke
 def test_an_array_gives_several_images_as_it_gives_each(split: str) -> None:
     images = getattr(arrays(), split)
     chosen = np.array([5, 0, 5, 17])
-    several = images.several(chosen)
-    assert several.is_contiguous() and several.numel() == images.bytes_of(4)
-    assert torch.equal(several, torch.stack([images.image(index) for index in chosen]))
+    stacked = images.stack(chosen)
+    assert stacked.is_contiguous() and stacked.numel() == images.nbytes(4)
+    assert torch.equal(stacked, torch.stack([images.image(index) for index in chosen]))
 
 
-def test_the_shelf_keeps_within_its_room() -> None:
+def test_the_cache_keeps_within_its_room() -> None:
     data = arrays()
-    shelf = Shelf(torch.device("cpu"))
+    cache = ImageCache(torch.device("cpu"))
     each = 11 * 14 * 3
-    shelf.room = 25 * each
-    first = shelf.train(0, data.train, np.arange(20))
-    assert first.host_bytes == 20 * each and shelf.train(0, data.train, np.arange(20)) is first
-    test = shelf.test(0, data.test, np.arange(9))
-    assert test.host_bytes == 5 * each and shelf.test(0, data.test, np.arange(9)) is test
-    assert shelf.train(1, data.train, np.arange(40)).host_bytes == 20 * each
+    cache.room = 25 * each
+    first = cache.train(0, data.train, np.arange(20))
+    assert first.host_bytes == 20 * each and cache.train(0, data.train, np.arange(20)) is first
+    test = cache.test(0, data.test, np.arange(9))
+    assert test.host_bytes == 5 * each and cache.test(0, data.test, np.arange(9)) is test
+    assert cache.train(1, data.train, np.arange(40)).host_bytes == 20 * each
     assert 1 << 20 < main_memory() < 1 << 50
 
 
 def test_groups_are_of_one_size_and_not_too_large(tmp_path: Path) -> None:
     data = folders(tmp_path)
-    decoded = Decoded(data.train, np.arange(40), torch.device("cpu"), 1 << 30)
+    cached = CachedImages(data.train, np.arange(40), torch.device("cpu"), 1 << 30)
     places = np.random.default_rng(0).permutation(40)
     seen = []
-    for where, images in decoded.groups(places, 1500):
+    for where, images in cached.groups(places, 1500):
         assert images.numel() <= 1500 or len(images) == 1
         for place, image in zip(places[where], images, strict=True):
             assert torch.equal(image, data.train.image(int(place)))
@@ -223,8 +223,8 @@ def test_groups_are_of_one_size_and_not_too_large(tmp_path: Path) -> None:
 
 
 def test_auto_is_torchvision_on_the_cpu() -> None:
-    assert not isinstance(stream(arrays(), "auto").test_batches(0, 4), BatchedBatches)
-    assert isinstance(stream(arrays()).test_batches(0, 4), BatchedBatches)
+    assert not isinstance(stream(arrays(), "auto").test_batches(0, 4), BatchedLoader)
+    assert isinstance(stream(arrays()).test_batches(0, 4), BatchedLoader)
     with pytest.raises(UserError, match="engine"):
         resolve(CONFIG, {"stream.transforms.engine": "pillow"})
 
@@ -289,7 +289,7 @@ def test_a_gpu_gives_the_same_batches(dataset: DataSet, augment: str) -> None:
     order = list(range(len(dataset.class_names)))[::-1]
     for room in (1 << 30, 0):
         ours = Stream(dataset, transforms, 2, order=order, device="cuda")
-        ours._shelf.room = room
+        ours._cache.room = room
         batches = list(ours.train_batches(1, 0, 4))
         assert all(images.is_cuda and labels.is_cuda for images, labels in batches)
         assert_same_batches([(images.cpu(), labels.cpu()) for images, labels in batches], expected)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from data_help import contents, make_tar, make_zip
 
-from mambacl.datasets.archives import unpack
+from mambacl.data.preparing import unpack
 from mambacl.errors import UserError
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_archive(tmp_path: Path, compression: str) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from mambacl.datasets.archives import unpack
+from mambacl.data.preparing import unpack
 unpack(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 

@@ -15,12 +15,11 @@ from PIL import Image
 from small_run import CONFIG
 
 from mambacl.cli import main
-from mambacl.datasets import FileImages, open_dataset
-from mambacl.datasets.decoding import decode
-from mambacl.datasets.folders import images_under
+from mambacl.data import FileImages, StreamConfig, open_dataset, open_stream
+from mambacl.data.images import decode
+from mambacl.data.sets.folders import images_under
 from mambacl.errors import UserError
 from mambacl.reports import write_report
-from mambacl.streams import StreamConfig, open_stream
 from mambacl.training.folder import RunFolder
 
 
@@ -167,7 +166,7 @@ def test_unusual_suffixes(tmp_path: Path, suffix: str) -> None:
 
 def test_a_home_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "folders", "--root", "~nobody-of-that-name/x"]) == 2
-    assert "begins with a home folder that is not there" in capsys.readouterr().err
+    assert "begins with a home folder that does not exist" in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,14 @@ from PIL import Image
 from test_data_bad_input import make_bad
 
 from mambacl.cli import main
-from mambacl.datasets import DATASETS, ArrayImages, DataSet, check_dataset, open_dataset
+from mambacl.data import DATASETS, ArrayImages, DataSet, check_dataset, open_dataset
 
 
 def findings(dataset: DataSet, name: str = "folders") -> dict[str, list[str]]:
     return {finding.what: finding.names for finding in check_dataset(dataset, name).findings}
 
 
-def test_a_whole_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tree(tmp_path, ("ant", "bee", "cow"))
     assert main(["data", "check", "folders", "--root", str(tmp_path), "--tasks", "1,2", "--classes"]) == 0
     printed = capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_what_is_missing_damaged_or_empty(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     for kind in ("missing", "empty", "truncated", "unreadable"):
         assert f"PROBLEM: 1 file is {kind}" in printed
-    assert "To do: mend or remove them" in printed and "not whole" in printed
+    assert "To do: repair or remove them" in printed and "not complete" in printed
     assert "To do: put them back" in printed and printed.count("--skip-bad") == 4  # each remedy once
     content = json.loads(report.read_text(encoding="utf-8"))
     assert not content["whole"] and len(content["findings"]) == 4
@@ -62,7 +62,7 @@ def test_duplicates_and_overlap_by_content(tmp_path: Path) -> None:
     overlap, other, again = found.values()
     assert "2.png = " in overlap[0] and overlap[0].endswith("other format.bmp")
     assert other[0].endswith("other class.png") and again[0].endswith("again.png")
-    assert check_dataset(open_dataset("folders", tmp_path), "folders").whole  # notes, no problems
+    assert check_dataset(open_dataset("folders", tmp_path), "folders").complete  # notes, no problems
 
 
 def test_arrays_with_duplicates() -> None:
@@ -84,10 +84,10 @@ def test_counts_of_a_public_data_set_that_are_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not (SHARED / "cifar100").exists(), reason="the official CIFAR-100 files are not here")
-def test_the_official_cifar100_is_whole(tmp_path: Path) -> None:
+def test_the_official_cifar100_is_complete(tmp_path: Path) -> None:
     subprocess.run([sys.executable, SHARED / "cifar100" / "unpack.py", tmp_path], check=True, capture_output=True)
     report = check_dataset(open_dataset("cifar100", tmp_path), "cifar100")
-    assert report.whole and report.train.tolist() == [500] * 100 and report.test.tolist() == [100] * 100
+    assert report.complete and report.train.tolist() == [500] * 100 and report.test.tolist() == [100] * 100
 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:

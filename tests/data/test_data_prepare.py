@@ -15,11 +15,12 @@ from typing import IO
 import pytest
 from data_help import LISTS, contents, image_bytes, make_tar, needs_lists
 
+from mambacl import files
 from mambacl.cli import main
-from mambacl.datasets import SOURCES, Source, archives, prepare, preparing
-from mambacl.datasets.archives import PART, unpack
-from mambacl.datasets.sources import Download
+from mambacl.data import SOURCES, Download, Source, prepare
+from mambacl.data.preparing import unpack
 from mambacl.errors import UserError
+from mambacl.files import PART, locked
 
 FILES = {f"imagenet-r/n0{c}/a {i}.jpg": 10 * c + i for c in range(3) for i in range(4)}
 
@@ -156,14 +157,14 @@ def test_a_disk_that_fills(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
         out.write(source.read())
 
     with monkeypatch.context() as patch:
-        patch.setattr(archives.shutil, "copyfileobj", full)
+        patch.setattr(files.shutil, "copyfileobj", full)
         with pytest.raises(UserError, match=r"The disk is full at .*: make room and give the same command again"):
             prepare("imagenet-r", root, [store], store)
     written = contents(root)
     assert len(written) == 6 and not list(root.rglob(PART))  # two lists, four images, no half of one
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
-        patch.setattr(archives.shutil, "disk_usage", lambda path: usage._replace(free=10))
+        patch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=10))
         with pytest.raises(UserError, match="has room for"):
             prepare("imagenet-r", root, [store], store)
     assert len(prepare("imagenet-r", root, [store], store).train.labels) == 9
@@ -206,7 +207,7 @@ def test_a_root_without_permission_to_write(store: Path, tmp_path: Path) -> None
         for folder in (root, root / "deeper"):
             with (
                 as_anybody(),
-                pytest.raises(UserError, match=r"may not be written \(Permission denied\): choose a root"),
+                pytest.raises(UserError, match=r"may not be written \(Permission denied\): choose a folder"),
             ):
                 prepare("imagenet-r", folder, [sources], sources)
         assert not list(root.iterdir())
@@ -237,7 +238,7 @@ def test_a_root_that_may_not_be_written(
             prepare("imagenet-r", tmp_path / "root", [store], store)
     (tmp_path / "root").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(archives.os, "replace", refuse)
+        patch.setattr(files.os, "replace", refuse)
         with pytest.raises(UserError, match="may not be written"):
             prepare("imagenet-r", tmp_path / "root", [store], store)
     assert not contents(tmp_path / "root")
@@ -249,7 +250,7 @@ def test_a_root_that_may_not_be_written(
 def test_two_at_once(store: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    with preparing._alone(root), pytest.raises(UserError, match="Another process"):
+    with locked(root / ".lock"), pytest.raises(UserError, match="Another process"):
         prepare("imagenet-r", root, [store], store)
 
 
@@ -306,7 +307,7 @@ def server(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_downloads_are_continued(server: Server, tmp_path: Path) -> None:
     root, server.breaks_at = tmp_path / "root", 1000
-    with pytest.raises(UserError, match="broke off: give the same command again"):
+    with pytest.raises(UserError, match=r"broke off after 1000 of .* bytes: try again to continue it"):
         prepare("imagenet-r", root)
     assert (root / "downloads" / "imagenet-r.tar.part").stat().st_size == 1000
     assert len(prepare("imagenet-r", root).test.labels) == 3

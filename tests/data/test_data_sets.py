@@ -16,12 +16,23 @@ from data_help import LISTS, MEAN, SHARED, STD, make_tree, needs_lists, picture,
 from PIL import UnidentifiedImageError
 
 from mambacl.cli import main
-from mambacl.datasets import DATASETS, SOURCES, DataSet, FileImages, from_huggingface, open_dataset, prepare
-from mambacl.datasets import huggingface as huggingface_module
-from mambacl.datasets import manifest as manifest_module
-from mambacl.datasets.listed import listed, parse_list
+from mambacl.data import (
+    DATASETS,
+    SOURCES,
+    DataSet,
+    FileImages,
+    Stream,
+    TransformConfig,
+    Transforms,
+    from_huggingface,
+    open_dataset,
+    prepare,
+    tasks_of,
+)
+from mambacl.data.sets import huggingface as huggingface_module
+from mambacl.data.sets import manifest as manifest_module
+from mambacl.data.sets.split_lists import from_lists, parse_list
 from mambacl.errors import UserError
-from mambacl.streams import Stream, TransformConfig, Transforms, tasks_of
 
 
 def with_lists(root: Path) -> Path:
@@ -125,12 +136,12 @@ def test_a_missing_or_changed_list_is_named(tmp_path: Path) -> None:
 def test_domainnet_in_full_merges_the_domains(tmp_path: Path) -> None:
     train = parse_list("clipart/axe/1.jpg 0\nreal/bear paw/x 2.jpg 1\n")
     test = parse_list("real/axe/2.jpg 0\nclipart/bear paw/y.jpg 1")
-    dataset = listed("domainnet-345", tmp_path, train, test)
+    dataset = from_lists("domainnet-345", tmp_path, train, test)
     assert dataset.class_names == ["axe", "bear paw"]
     assert isinstance(dataset.train, FileImages) and dataset.train.files[1] == tmp_path / "real/bear paw/x 2.jpg"
     assert len(SOURCES["domainnet-345"].lists) == 12 and len(SOURCES["domainnet-345"].downloads) == 6
     with pytest.raises(UserError, match="gaps"):
-        listed("domainnet-345", tmp_path, parse_list("real/axe/1.jpg 3"), test)
+        from_lists("domainnet-345", tmp_path, parse_list("real/axe/1.jpg 3"), test)
 
 
 def test_every_source_is_a_data_set_and_says_what_it_is() -> None:
@@ -262,7 +273,7 @@ def test_a_manifest(tmp_path: Path) -> None:
     numbered = ROWS.replace("ant,t", "10,t").replace("bee,t", "9,t").replace(",task", "")
     dataset = open_dataset("manifest", make_manifest(tmp_path, numbered))
     assert dataset.class_names == ["9", "10"] and dataset.tasks is None  # numbers in their order
-    with pytest.raises(UserError, match="names no tasks of its own"):
+    with pytest.raises(UserError, match="names no tasks: give"):
         tasks_of(dataset, "own")
     with pytest.raises(UserError, match="keep their order"):
         tasks_of(open_dataset("manifest", make_manifest(tmp_path, ROWS)), "own", "pilot")

@@ -10,9 +10,8 @@ from small_run import CONFIG
 import mambacl
 from mambacl.cli import main
 from mambacl.config import resolve
-from mambacl.datasets import FileImages, open_dataset
+from mambacl.data import FileImages, StreamConfig, class_order, open_dataset, open_stream, split_into_tasks
 from mambacl.errors import UserError
-from mambacl.streams import StreamConfig, class_order, open_stream, split_into_tasks
 
 
 @pytest.mark.parametrize("tasks", [2, 5, 10, 20, 50, 100])

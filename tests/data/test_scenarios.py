@@ -21,15 +21,28 @@ from training_help import assert_same_run, interrupted_after
 import mambacl
 from mambacl.cli import main
 from mambacl.config import resolve
-from mambacl.datasets import ArrayImages, DataSet, Domains, FileImages, from_huggingface, open_dataset
-from mambacl.datasets import listed as listed_module
+from mambacl.data import (
+    ArrayImages,
+    DataSet,
+    Domains,
+    FileImages,
+    Stream,
+    StreamConfig,
+    TransformConfig,
+    Transforms,
+    from_huggingface,
+    open_data,
+    open_dataset,
+    open_stream,
+    tasks_of,
+)
+from mambacl.data.sets import split_lists
 from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario, right
 from mambacl.methods import METHODS
 from mambacl.reports import load_run, write_report
 from mambacl.reports.paper_table import benchmark_of
 from mambacl.reports.tables import comparison_table
-from mambacl.streams import Stream, StreamConfig, TransformConfig, Transforms, open_data, open_stream, tasks_of
 
 
 def domain_config(root: Path, **stream: Any) -> StreamConfig:
@@ -163,7 +176,7 @@ def test_the_domains_of_domainnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for domain in ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
         for split in ("train", "test")
     }
-    monkeypatch.setattr(listed_module, "read_list", lambda root, part, name: lists[part.name])
+    monkeypatch.setattr(split_lists, "read_list", lambda root, part, name: lists[part.name])
     dataset = open_dataset("domainnet-345", tmp_path)
     stream = Stream(dataset, Transforms(TransformConfig(), 8, MEAN, STD), 5, scenario="domain")
     assert stream.domains is not None and stream.domains.names[:3] == ["clipart", "infograph", "painting"]
@@ -209,7 +222,7 @@ def arrays(labels: list[int], domains: list[int] | None) -> DataSet:
 def test_data_without_usable_domains(labels: list[int], domains: list[int] | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Stream(arrays(labels, domains), Transforms(TransformConfig(), 4, MEAN, STD), 2, scenario="domain")
-    with pytest.raises(UserError, match="mine names no tasks of its own"):
+    with pytest.raises(UserError, match="mine names no tasks: give"):
         tasks_of(arrays(labels, domains), "own")
 
 

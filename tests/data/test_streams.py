@@ -8,9 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mambacl.datasets.cifar import cifar100, read_arrays
-from mambacl.errors import UserError
-from mambacl.streams import (
+from mambacl.data import (
     ArrayImages,
     DataSet,
     Stream,
@@ -22,6 +20,8 @@ from mambacl.streams import (
     open_stream,
     split_into_tasks,
 )
+from mambacl.data.sets.cifar100 import cifar100, read_arrays
+from mambacl.errors import UserError
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
@@ -259,7 +259,7 @@ OFFICIAL = Path(__file__).parents[3] / "shared" / "data" / "cifar100"
 
 @pytest.mark.skipif(not OFFICIAL.exists(), reason="the official CIFAR-100 files are not here")
 def test_the_official_cifar100_meta_is_admitted() -> None:
-    from mambacl.datasets.cifar import _has_official_md5
+    from mambacl.data.sets.cifar100 import _has_official_md5
 
     data = (OFFICIAL / "meta").read_bytes()
     assert _has_official_md5(data, "meta")

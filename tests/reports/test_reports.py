@@ -18,6 +18,7 @@ from reports_help import make_run
 
 from mambacl.errors import UserError
 from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics
+from mambacl.files import write_tensors
 from mambacl.nullspace import NullSpace
 from mambacl.reports import comparison_table, figures, load_run, write_report
 from mambacl.reports.families import spectrum_families
@@ -25,7 +26,6 @@ from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.rendering import latex_escaped, markdown_escaped, to_csv, to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Column, Table
-from mambacl.tensorfile import write_tensors
 
 HOSTILE = '<img src="http://evil.example/x.png" onerror=alert(1)> & "quoted" | 50% \\_'
 TWO_TASKS = {0: [[90], [80, 45]], 1: [[92], [84, 46]], 2: [[94], [82, 50]]}  # of 100 and 50 images

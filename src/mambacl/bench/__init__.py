@@ -18,9 +18,9 @@ from mambacl.bench.shapes import SHAPES
 from mambacl.bench.sizes import Sizes, default_sizes
 from mambacl.bench.timing import Clock, copy_speed
 from mambacl.errors import UserError
+from mambacl.files import write_bytes
 from mambacl.log import logger
 from mambacl.registry import did_you_mean
-from mambacl.tensorfile import write_bytes
 from mambacl.training.run import pick_device
 
 __all__ = ["PARTS", "SHAPES", "Result", "bench", "measure"]
@@ -108,7 +108,7 @@ def checked(
 
 
 def check_root(root: Path) -> None:
-    from mambacl.streams.data import open_dataset
+    from mambacl.data import open_dataset
 
     open_dataset("cifar100", root)  # says itself what is missing
 

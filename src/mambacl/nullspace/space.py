@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace import selective  # noqa: F401  (registers its adapters)
 from mambacl.nullspace.adapters import Block, Form, Part, Side, find_blocks, named_modules, named_parameters
@@ -26,7 +27,6 @@ from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.shelf import Shelf
 from mambacl.nullspace.states import State, from_tensors, to_tensors
 from mambacl.registry import did_you_mean
-from mambacl.tensorfile import read_tensors, write_tensors
 
 CARRIED = "carried."
 

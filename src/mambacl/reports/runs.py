@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS
-from mambacl.tensorfile import ALIAS
+from mambacl.files import ALIAS
 
 SCHEMA = 1
 NULLSPACE_FILE = re.compile(r"task-(\d+)\.safetensors")

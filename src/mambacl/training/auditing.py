@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.files import read_tensors, write_tensors
 from mambacl.nullspace.adapters import find_blocks
 from mambacl.nullspace.audit import drift, record
-from mambacl.tensorfile import read_tensors, write_tensors
 from mambacl.training.folder import RunFolder
 
 AUDIT_FILE = re.compile(r"audit-(\d+)\.safetensors")

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
-from mambacl.tensorfile import read_tensors, write_tensors
 from mambacl.training.folder import RunFolder
 
 LAST, PREVIOUS, TASK_END = "last.safetensors", "previous.safetensors", "task-end.safetensors"

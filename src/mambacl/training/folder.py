@@ -4,21 +4,15 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from mambacl.config import RunConfig, from_dict, parse_yaml
+from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
+from mambacl.files import locked, write_bytes
 from mambacl.nullspace.shelf import PREFIX
-from mambacl.streams.orders import ORDERS, is_file
-from mambacl.tensorfile import write_bytes
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there nothing keeps two processes apart
-    fcntl = None  # type: ignore[assignment]
 
 
 class RunFolder:
@@ -106,14 +100,7 @@ class RunFolder:
         if self.metrics_length() > length:
             os.truncate(self.metrics, length)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; the lock ends with the process, however it ends."""
+    def locked(self) -> AbstractContextManager[None]:
+        """One process at a time."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "w") as lock:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise UserError(f"Another process is training {self.path}: wait for it, or choose --out.") from None
-            yield
+        return locked(self.path / ".lock", f"Another process is training {self.path}: wait for it, or choose --out.")

@@ -21,12 +21,12 @@ from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import HEADS, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
 from mambacl.config import RunConfig, resolve
+from mambacl.data import Stream, open_stream
 from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
 from mambacl.precision import float32_products, named
-from mambacl.streams import Stream, open_stream
 from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.datasets.base import ArrayImages, Images
+from mambacl.data.images import ArrayImages, Images
 
 Group = tuple[NDArray[np.int64], Tensor]  # where images stand among those asked for, and the images: all of one size
 
@@ -28,17 +28,17 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
-class Decoded:
-    """Some images of a split. `room` is how many bytes of main memory they may take; the device gives a quarter of
-    what is free there. Images of one size become one tensor; of others, as many as fit are kept."""
+class CachedImages:
+    """Some images of a split. They may take `room` bytes of main memory, and a quarter of what is free on the device.
+    Images of one size become one tensor; of others, as many as fit are kept."""
 
     def __init__(self, images: Images, indices: NDArray[np.int64], device: torch.device, room: int) -> None:
         self.images, self.indices, self.device = images, indices, device
         self.host_bytes = 0
         self._kept: list[Tensor | None] = []
         self._all: Tensor | None = None
-        if isinstance(images, ArrayImages) and images.bytes_of(len(indices)) <= room:
-            self._all = self._placed(images.several(indices))
+        if isinstance(images, ArrayImages) and images.nbytes(len(indices)) <= room:
+            self._all = self._placed(images.stack(indices))
             self.sizes = np.tile(np.array(self._all.shape[-2:], dtype=np.int64), (len(indices), 1))
             return
         sizes = []
@@ -89,6 +89,31 @@ class Decoded:
     def _read(self, indices: NDArray[np.int64]) -> Iterator[Tensor]:
         with ThreadPoolExecutor() as threads:
             yield from threads.map(self.images.image, [int(index) for index in indices])
+
+
+class ImageCache:
+    """The decoded images of a stream: the training images of the latest task, and the test images of all, within a
+    quarter of main memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.room = device, main_memory() // 4
+        self._train: tuple[int, CachedImages] | None = None
+        self._test: dict[int, CachedImages] = {}
+
+    def train(self, task: int, images: Images, indices: NDArray[np.int64]) -> CachedImages:
+        if self._train is None or self._train[0] != task:
+            self._train = None  # gone before the next are read
+            self._train = (task, self._read(images, indices))
+        return self._train[1]
+
+    def test(self, task: int, images: Images, indices: NDArray[np.int64]) -> CachedImages:
+        if task not in self._test:
+            self._test[task] = self._read(images, indices)
+        return self._test[task]
+
+    def _read(self, images: Images, indices: NDArray[np.int64]) -> CachedImages:
+        cached = [*self._test.values(), *([self._train[1]] if self._train else [])]
+        return CachedImages(images, indices, self.device, self.room - sum(images.host_bytes for images in cached))
 
 
 def free_bytes(device: torch.device) -> int:

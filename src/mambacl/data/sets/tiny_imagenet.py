@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mambacl.datasets.base import DATASETS, ArrayImages, DataSet, FileImages
-from mambacl.datasets.decoding import decode, in_threads
-from mambacl.datasets.folders import images_under, subfolders
+from mambacl.data.dataset import DataSet
+from mambacl.data.images import ArrayImages, FileImages, decode, in_threads
+from mambacl.data.sets import DATASETS, SOURCES, Download, Source, required_root
+from mambacl.data.sets.folders import class_folders, subfolders
 from mambacl.errors import UserError
 
 ROWS, COLUMNS, PIXELS = 20, 25, 32
@@ -16,8 +17,7 @@ SHEET_CLASSES = 10  # in a validation sheet, fifty images each
 
 
 def tiny_imagenet(root: Path | None) -> DataSet:
-    if root is None:
-        raise UserError("The data set 'tiny-imagenet' needs stream.root: the folder that holds tiny-imagenet-200.")
+    root = required_root(root, "tiny-imagenet")
     folder = root / "tiny-imagenet-200" if (root / "tiny-imagenet-200").is_dir() else root
     annotations = folder / "val" / "val_annotations.txt"
     if not (folder / "train").is_dir() or not annotations.is_file():
@@ -26,12 +26,6 @@ def tiny_imagenet(root: Path | None) -> DataSet:
         )
     names = subfolders(folder / "train")
     number = {name: label for label, name in enumerate(names)}
-    train: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        found = images_under(folder / "train" / name)
-        train += found
-        labels += [label] * len(found)
     pairs = []
     for line in annotations.read_text(encoding="utf-8", errors="replace").splitlines():
         file, _, rest = line.partition("\t")
@@ -47,12 +41,11 @@ def tiny_imagenet(root: Path | None) -> DataSet:
     test = FileImages(
         folder / "val", [folder / "val" / "images" / file for _, file in pairs], np.array([label for label, _ in pairs])
     )
-    return DataSet("tiny-imagenet", names, FileImages(folder / "train", train, np.array(labels)), test)
+    return DataSet("tiny-imagenet", names, class_folders(folder / "train", names), test)
 
 
 def tiny_imagenet_32(root: Path | None) -> DataSet:
-    if root is None:
-        raise UserError("The data set 'tiny-imagenet-32' needs stream.root: the folder of the WebP sheets.")
+    root = required_root(root, "tiny-imagenet-32")
     train, test = sorted(root.glob("train-*.webp")), sorted(root.glob("val-*.webp"))
     names = [path.stem.removeprefix("train-") for path in train]
     if not train or len(test) * SHEET_CLASSES != len(train):
@@ -82,4 +75,24 @@ def _sheet(path: Path) -> NDArray[np.uint8]:
 
 
 DATASETS.add("tiny-imagenet", tiny_imagenet)
+SOURCES["tiny-imagenet"] = Source(
+    "Tiny-ImageNet, 64 x 64 pixels; its validation images are the test images",
+    "tiny-imagenet-200/{train/WNID/images,val/images,val/val_annotations.txt}",
+    200,
+    100000,
+    10000,
+    downloads=(
+        Download(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+            "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
+        ),
+    ),
+)
 DATASETS.add("tiny-imagenet-32", tiny_imagenet_32)
+SOURCES["tiny-imagenet-32"] = Source(
+    "Tiny-ImageNet at 32 x 32 pixels in WebP sheets; not for comparison with published figures",
+    "train-WNID.webp and val-NN.webp, 25 x 20 images each",
+    200,
+    100000,
+    10000,
+)

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mambacl.datasets.base import DATASETS, DataSet, Domains, FileImages
+from mambacl.data.dataset import DataSet, Domains
+from mambacl.data.images import FileImages
+from mambacl.data.sets import DATASETS, SOURCES, Source
 from mambacl.errors import UserError
 
 COLUMNS = ("path", "label", "split")
@@ -121,3 +123,7 @@ def _require(file: Path, columns: Iterable[str]) -> None:
 
 
 DATASETS.add("manifest", manifest)
+SOURCES["manifest"] = Source(
+    "your own images, listed in a CSV or Parquet file, which is the root",
+    "a file with the columns path, label, split and, if you like, task",
+)

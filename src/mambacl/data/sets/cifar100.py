@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mambacl.datasets.base import DATASETS, ArrayImages, DataSet
+from mambacl.data.dataset import DataSet
+from mambacl.data.images import ArrayImages
+from mambacl.data.sets import DATASETS, SOURCES, Download, Source, required_root
 from mambacl.errors import UserError
 
 MD5 = {
@@ -74,8 +76,7 @@ def _has_official_md5(data: bytes, name: str) -> bool:
 
 
 def cifar100(root: Path | None, check: Callable[[bytes, str], bool] = _has_official_md5) -> DataSet:
-    if root is None:
-        raise UserError("The data set 'cifar100' needs stream.root: the folder that holds cifar-100-python.")
+    root = required_root(root, "cifar100")
     folder = root / "cifar-100-python" if (root / "cifar-100-python").is_dir() else root
     names = [name.decode() for name in read_official(folder, "meta", check)[b"fine_label_names"]]
     splits = []
@@ -87,3 +88,16 @@ def cifar100(root: Path | None, check: Callable[[bytes, str], bool] = _has_offic
 
 
 DATASETS.add("cifar100", cifar100)
+SOURCES["cifar100"] = Source(
+    "CIFAR-100, 32 x 32 pixels",
+    "cifar-100-python/{train,test,meta}",
+    100,
+    50000,
+    10000,
+    downloads=(
+        Download(
+            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+            "sha256:85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+        ),
+    ),
+)

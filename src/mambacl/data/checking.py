@@ -1,4 +1,4 @@
-"""Whether a data set is whole: counts, files that cannot be read, duplicates, training images among the test images."""
+"""Whether a data set is complete: counts, unreadable files, duplicates, training images among the test images."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mambacl.datasets.base import DataSet, FileImages, Images
-from mambacl.datasets.decoding import in_threads
-from mambacl.datasets.sources import SOURCES
+from mambacl.data.dataset import DataSet
+from mambacl.data.images import FileImages, Images, in_threads
+from mambacl.data.sets import SOURCES
 from mambacl.errors import UserError
 
 REMEDIES = {
     "missing": "put them back, or take them off the list; --skip-bad trains without them",
     "empty": "restore or remove them; --skip-bad trains without them",
     "truncated": "copy them again or remove them; --skip-bad trains without them",
-    "unreadable": "mend or remove them; --skip-bad trains without them",
+    "unreadable": "repair or remove them; --skip-bad trains without them",
 }
 
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class DatasetCheck:
     name: str
     class_names: list[str]
     train: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return not any(finding.serious for finding in self.findings)
 
     def lines(self, limit: int = 10, classes: bool = False) -> list[str]:
@@ -65,14 +65,14 @@ class Report:
             if len(finding.names) > limit:
                 lines.append(f"    and {len(finding.names) - limit:,} more (--limit N shows more)")
             lines.append(f"    To do: {finding.remedy}.")
-        return [*lines, "", "All images can be read." if self.whole else "The data set is not whole."]
+        return [*lines, "", "All images can be read." if self.complete else "The data set is not complete."]
 
 
-def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | None = None) -> Report:
+def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | None = None) -> DatasetCheck:
     """Reads every image once."""
     count = len(dataset.class_names)
     train, test = (np.bincount(part.labels, minlength=count) for part in (dataset.train, dataset.test))
-    report = Report(name, dataset.class_names, train, test, [list(task) for task in tasks or dataset.tasks or []])
+    report = DatasetCheck(name, dataset.class_names, train, test, [list(task) for task in tasks or dataset.tasks or []])
     if dataset.domains is not None and not report.tasks:
         numbers = (dataset.domains.train, dataset.domains.test)
         counts = (np.bincount(part, minlength=len(dataset.domains.names)).tolist() for part in numbers)
@@ -132,7 +132,7 @@ def _wrong_counts(dataset: DataSet, name: str, train: NDArray[np.int64], test: N
     return findings
 
 
-def _with_duplicates(report: Report, dataset: DataSet, content: dict[str, list[bytes | None]]) -> Report:
+def _with_duplicates(report: DatasetCheck, dataset: DataSet, content: dict[str, list[bytes | None]]) -> DatasetCheck:
     first: dict[str, dict[bytes, int]] = {"train": {}, "test": {}}
     twice: list[str] = []
     other_class: list[str] = []

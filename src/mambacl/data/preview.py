@@ -1,4 +1,4 @@
-"""A picture of a stream: a row a task with its classes, counts and some of its images."""
+"""A picture of the tasks of a stream: one row per task with its classes, counts and some of its images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,16 +7,17 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mambacl.datasets.base import DataSet, Domains, Images
+from mambacl.data.dataset import DataSet, Domains
+from mambacl.data.images import Images
 from mambacl.errors import UserError
 
 SIDE, GAP, TEXT = 64, 4, 330  # pixels
 
 
-def draw_tasks(
+def preview_tasks(
     dataset: DataSet, tasks: Sequence[Sequence[int]], images: int = 8, domains: Domains | None = None
 ) -> tuple[Image.Image, list[str]]:
-    """The picture, and a line of text a task. Images are training images, of as many classes as there is room for.
+    """The picture, and one line of text per task. Images are training images, of as many classes as there is room for.
     Where each task is a domain, `domains` are numbered as the tasks."""
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 12)
     size = (TEXT + images * (SIDE + GAP) + GAP, len(tasks) * (SIDE + GAP) + GAP)
@@ -70,7 +71,7 @@ def _members(images: Images, chosen: np.ndarray, classes: int) -> list[np.ndarra
 
 
 def _thumbnail(dataset: DataSet, index: int) -> Image.Image:
-    """The whole image in a square; a crossed box for one that cannot be read."""
+    """The image in a square; a crossed box for one that cannot be read."""
     square = Image.new("RGB", (SIDE, SIDE), (235, 235, 235))
     try:
         image = Image.fromarray(np.ascontiguousarray(dataset.train.image(index).permute(1, 2, 0).numpy()))

@@ -1,8 +1,8 @@
-"""The operations of AutoAugment on whole batches (n, 3, h, w) of uint8, each image with a magnitude of its own.
+"""The operations of AutoAugment on whole batches (n, 3, h, w) of uint8, each image with its own magnitude.
 
 Each gives what torchvision's function of the same name gives for a tensor on the CPU, bit for bit, on any device:
 fractions are rounded where torchvision rounds them, and where its kernels round a product and a sum only once, so does
-`_once` here.
+`_fma` here.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.streams.decoded import on_device
+from mambacl.data.image_cache import on_device
 
 NONE = -1  # the number of no operation
 
@@ -25,14 +25,14 @@ def autoaugment(
     magnitudes: NDArray[np.float64],
     bilinear: bool = False,
 ) -> Tensor:
-    """One operation after the other: column after column of `ops`, numbers into `names` or NONE, one row an image.
-    `bilinear`: those that move pixels interpolate, else they take the nearest.
+    """One operation after the other: column after column of `ops`, positions in `names` or NONE, one row per image.
+    `bilinear`: geometric operations interpolate, else they take the nearest pixel.
 
-    An operation runs on the images that drew it only. Both arrays lie on the host, so nothing waits for the device.
+    An operation runs only on its own images. Both arrays lie on the host, so nothing waits for the device.
     """
     images = images.clone()
-    for drawn, magnitude in zip(ops.T, magnitudes.T, strict=True):
-        for places, operation in _groups(names, drawn, magnitude, images.shape[-2], images.shape[-1], bilinear):
+    for column, magnitude in zip(ops.T, magnitudes.T, strict=True):
+        for places, operation in _groups(names, column, magnitude, images.shape[-2], images.shape[-1], bilinear):
             chosen = on_device(places, images.device)
             images.index_copy_(0, chosen, operation(images.index_select(0, chosen)))
     return images
@@ -40,21 +40,21 @@ def autoaugment(
 
 def _groups(
     names: tuple[str, ...],
-    drawn: NDArray[np.int64],
+    ops: NDArray[np.int64],
     magnitudes: NDArray[np.float64],
     height: int,
     width: int,
     bilinear: bool,
 ) -> list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]]:
-    """Which images an operation is for, and the operation with their magnitudes; all that move pixels are one."""
+    """Which images an operation is for, and the operation with their magnitudes; all geometric ones are one."""
     groups: list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]] = []
-    moving = np.isin(drawn, [number for number, name in enumerate(names) if name in MOVES])
-    if moving.any():
-        pairs, which = np.unique(np.stack([drawn[moving], magnitudes[moving]]), axis=1, return_inverse=True)
+    geometric = np.isin(ops, [number for number, name in enumerate(names) if name in GEOMETRIC])
+    if geometric.any():
+        pairs, which = np.unique(np.stack([ops[geometric], magnitudes[geometric]]), axis=1, return_inverse=True)
         matrices = np.array([inverse_matrix(names[int(op)], float(m), height, width) for op, m in pairs.T])
-        groups.append((np.flatnonzero(moving), lambda images: move(images, matrices, which.reshape(-1), bilinear)))
-    for number in np.unique(drawn[~moving & (drawn != NONE)]):
-        places = np.flatnonzero(drawn == number)
+        groups.append((np.flatnonzero(geometric), lambda images: warp(images, matrices, which.reshape(-1), bilinear)))
+    for number in np.unique(ops[~geometric & (ops != NONE)]):
+        places = np.flatnonzero(ops == number)
         groups.append((places, _bound(OPERATIONS[names[number]], magnitudes[places])))
     return groups
 
@@ -65,10 +65,10 @@ def _bound(
     return lambda images: operation(images, on_device(magnitudes, images.device).view(-1, 1, 1, 1))
 
 
-# Those that move pixels: the nearest one, or the four around weighted by nearness; black where there is none
+# Geometric operations: the nearest pixel, or the four around it weighted by nearness; black outside the image
 
 
-MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+GEOMETRIC = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 
 
 def inverse_matrix(name: str, magnitude: float, height: int, width: int) -> tuple[float, ...]:
@@ -87,16 +87,16 @@ def inverse_matrix(name: str, magnitude: float, height: int, width: int) -> tupl
     return math.cos(angle), math.sin(angle), 0.0, -math.sin(angle), math.cos(angle), 0.0
 
 
-def move(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64], bilinear: bool = False) -> Tensor:
+def warp(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64], bilinear: bool = False) -> Tensor:
     """Each image by the matrix that `which` names."""
     height, width = images.shape[-2:]
-    column, line = sources(matrices, height, width, images.device)
+    column, line = source_grid(matrices, height, width, images.device)
     chosen = on_device(which, images.device)
 
     def pixels(column: Tensor, line: Tensor) -> Tensor:
         inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
         index = torch.where(inside, line * width + column, -1).long().flatten(1)
-        return picked(images, index.index_select(0, chosen), height, width)
+        return gather_pixels(images, index.index_select(0, chosen), height, width)
 
     if not bilinear:
         return pixels(column.round().long(), line.round().long())
@@ -108,12 +108,12 @@ def move(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64]
     for right, down, share in corners:
         values = pixels((left + right).long(), (upper + down).long())
         weights = share.index_select(0, chosen).unsqueeze(1)
-        total = values * weights if total is None else _once(values, weights, total)
+        total = values * weights if total is None else _fma(values, weights, total)
     assert total is not None
     return total.round_().to(torch.uint8)
 
 
-def sources(matrices: NDArray[np.float64], height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def source_grid(matrices: NDArray[np.float64], height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each matrix, column and line in the source of each pixel of the result, (matrices, height, width)."""
     rows = on_device(matrices.astype(np.float32), device).view(-1, 2, 3, 1, 1)
     x = torch.arange(width, dtype=torch.float32, device=device) - (width - 1) * 0.5
@@ -125,23 +125,23 @@ def sources(matrices: NDArray[np.float64], height: int, width: int, device: torc
         scaled = row / (0.5 * torch.full((), size, dtype=torch.float32, device=device))
         place = x * scaled[:, 0] + y * scaled[:, 1] + scaled[:, 2]
         half, back = (torch.full((), value, dtype=torch.float32, device=device) for value in (size * 0.5, -0.5))
-        return _once(place + 1, half, back)
+        return _fma(place + 1, half, back)
 
     return source(rows[:, 0], width), source(rows[:, 1], height)
 
 
-def picked(images: Tensor, index: Tensor, height: int, width: int) -> Tensor:
+def gather_pixels(images: Tensor, index: Tensor, height: int, width: int) -> Tensor:
     """New images of the pixels that `index` (n, height * width) names in the flattened old ones; black where -1."""
     flat = images.flatten(2)
     found = flat.gather(2, index.clamp(min=0).unsqueeze(1).expand(-1, flat.shape[1], -1))
     return found.masked_fill_((index < 0).unsqueeze(1), 0).unflatten(2, (height, width))
 
 
-# Those that change values
+# Operations on values
 
 
-def _once(images: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
-    """images * factor + addend in float32, rounded once: as the kernels for `add` with a factor have it."""
+def _fma(images: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
+    """images * factor + addend in float32, rounded once, like the kernels for `add` with a factor."""
     return (images.double() * factor.float().double() + addend.double()).float()
 
 
@@ -150,14 +150,14 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, other: Tensor, ratio: Tensor) -> Tensor:
-    return _bytes(_once(other, 1.0 - ratio, images.float() * ratio.float()))
+    return _bytes(_fma(other, 1.0 - ratio, images.float() * ratio.float()))
 
 
 def grey(images: Tensor) -> Tensor:
-    """(n, 1, h, w), whole numbers in float32."""
+    """(n, 1, h, w), integers in float32."""
     red, green, blue = images.unbind(1)
     weights = [torch.full((), weight, device=images.device) for weight in (0.2989, 0.587, 0.114)]
-    return _once(blue, weights[2], _once(green, weights[1], red.float() * weights[0])).floor_().unsqueeze(1)
+    return _fma(blue, weights[2], _fma(green, weights[1], red.float() * weights[0])).floor_().unsqueeze(1)
 
 
 def brightness(images: Tensor, magnitude: Tensor) -> Tensor:
@@ -177,13 +177,13 @@ def contrast(images: Tensor, magnitude: Tensor) -> Tensor:
 def sharpness(images: Tensor, magnitude: Tensor) -> Tensor:
     if min(images.shape[-2:]) <= 2:
         return images
-    whole = images.short()
-    lines = whole[..., :-2, :] + whole[..., 1:-1, :] + whole[..., 2:, :]
+    levels = images.short()
+    lines = levels[..., :-2, :] + levels[..., 1:-1, :] + levels[..., 2:, :]
     nine = lines[..., :-2] + lines[..., 1:-1] + lines[..., 2:]
-    inner = whole[..., 1:-1, 1:-1]
+    inner = levels[..., 1:-1, 1:-1]
     blurred = torch.div(2 * (nine + 4 * inner) + 13, 26, rounding_mode="floor")  # thirteenths, rounded
     sharp = images.clone()
-    sharp[..., 1:-1, 1:-1] = _bytes(_once(blurred - inner, 1.0 - (1.0 + magnitude), inner))
+    sharp[..., 1:-1, 1:-1] = _bytes(_fma(blurred - inner, 1.0 - (1.0 + magnitude), inner))
     return sharp
 
 
@@ -203,7 +203,7 @@ def autocontrast(images: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize(images: Tensor, _: Tensor) -> Tensor:
-    """torchvision's own, which takes each image for itself."""
+    """torchvision's own, which treats each image separately."""
     from torchvision.transforms.v2 import functional as TF
 
     return TF.equalize(images)

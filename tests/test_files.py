@@ -1,15 +1,20 @@
-"""Tensor files: what is written comes back, damage is noticed, and a failure leaves the file before it."""
+"""Files: what is written comes back, damage is noticed, and a failure leaves the file before it."""
 
+import gzip
+import hashlib
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mambacl import tensorfile
+from mambacl import files
 from mambacl.errors import UserError
-from mambacl.tensorfile import read_tensors, write_bytes, write_tensors
+from mambacl.files import has_checksum, locked, read_tensors, write_bytes, write_tensors
 
 TENSORS = {
     "float64": torch.randn(3, 4, dtype=torch.float64),
@@ -132,7 +137,7 @@ def test_a_failure_while_writing_leaves_the_old_file(path, monkeypatch, failing)
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(tensorfile.os, failing, fail)
+    monkeypatch.setattr(files.os, failing, fail)
     with pytest.raises(OSError, match="no space left"):
         write_tensors(path, {"w": torch.ones(2)}, {})
     monkeypatch.undo()
@@ -143,3 +148,78 @@ def test_bytes_are_written_whole(path):
     write_bytes(path, b"one")
     write_bytes(path, b"two words")
     assert path.read_bytes() == b"two words" and os.listdir(path.parent) == [path.name]
+
+
+# Locks
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mambacl.files import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="nothing can be locked here")
+def test_one_process_at_a_time(tmp_path):
+    lock = tmp_path / ".lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match="somebody else"), locked(lock, "somebody else"):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert lock.exists()  # a killed process leaves the file, and no lock
+    with locked(lock, "somebody else"):
+        pass
+    assert not lock.exists()
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="nothing can be locked here")
+def test_a_lock_removed_while_another_waits_is_taken_again(tmp_path):
+    """Never two at a time, however the waiting ones come and go."""
+    lock, inside, seen = tmp_path / ".lock", [], []
+
+    def enter():
+        for _ in range(50):
+            with locked(lock):
+                inside.append(1)
+                seen.append(len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1] * 200 and not lock.exists()
+
+
+def test_where_nothing_can_be_written_nothing_is_locked(tmp_path):
+    with locked(tmp_path / "no folder" / ".lock", "somebody else"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+# Checksums
+
+
+@pytest.mark.parametrize("kind", ["md5", "sha256"])
+def test_checksums_of_a_file_and_of_its_content(tmp_path, kind):
+    def checksum(data):
+        return f"{kind}:{hashlib.new(kind, data).hexdigest()}"
+
+    packed = gzip.compress(b"content", mtime=0)
+    (tmp_path / "a.gz").write_bytes(packed)
+    (tmp_path / "a").write_bytes(b"content")
+    assert has_checksum(tmp_path / "a.gz", checksum(packed)) and not has_checksum(tmp_path / "a.gz", checksum(b"other"))
+    assert has_checksum(tmp_path / "a.gz", checksum(b"other"), checksum(b"content"))
+    assert has_checksum(tmp_path / "a", checksum(b"other"), checksum(b"content"))
+    (tmp_path / "a.gz").write_bytes(packed[:-4])
+    assert not has_checksum(tmp_path / "a.gz", checksum(packed), checksum(b"content"))

@@ -1,15 +1,26 @@
-"""Class orders: the conventions of the public code bases, by name. A seed means nothing across them."""
+"""Class orders, and tasks cut from them: groups of classes, or domains with the same classes in each.
 
+Orders are the conventions of the public code bases, by name; a seed means nothing across them. Without PyTorch: options
+are checked before it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from mambacl.errors import UserError
-from mambacl.paths import expanded
+from mambacl.files import expanded
 from mambacl.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from mambacl.data.dataset import DataSet, Domains
 
 
 def natural(classes: int, seed: int) -> list[int]:
@@ -61,7 +72,7 @@ def class_order(
             hint = did_you_mean(order, ORDERS)
             raise UserError(
                 f"There is no {what} order '{order}'.{hint} Known: {known}, a list of {what} numbers, or the path of a "
-                f"file (.txt) with one {what} a line."
+                f"file (.txt) with one {what} per line."
             )
         if seed is not None and not 0 <= seed < 2**32:
             raise UserError(f"order_seed must lie between 0 and 2^32 - 1, got {seed}.")
@@ -78,12 +89,12 @@ def is_file(order: str) -> bool:
 
 
 def read_order(path: Path, names: Sequence[str], what: str = "class") -> list[int]:
-    """One class a line, by number or name; empty lines do not count."""
+    """One class per line, by number or name; empty lines do not count."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"The {what} order {path} cannot be read ({error}): write one {what} a line, in UTF-8."
+            f"The {what} order {path} cannot be read ({error}): write one {what} per line, in UTF-8."
         ) from None
     number = {name: position for position, name in enumerate(names)}
     by_name = not all(line.isdecimal() for line in lines) or (bool(number) and all(line in number for line in lines))
@@ -98,7 +109,7 @@ def read_order(path: Path, names: Sequence[str], what: str = "class") -> list[in
 def split_into_tasks(
     order: Sequence[int], tasks: int | Sequence[int], first_task: int | None = None
 ) -> list[list[int]]:
-    """The order cut into tasks: so many of (nearly) equal size, after a first one of `first_task` classes if given, or
+    """The order cut into tasks: a number of (nearly) equal size, after a first one of `first_task` classes if given, or
     of the sizes listed."""
     classes = len(order)
     if first_task is not None:
@@ -118,3 +129,66 @@ def split_into_tasks(
             raise UserError(f"The task sizes {sizes} must be positive and add up to the {classes} classes.")
     cuts = [sum(sizes[:t]) for t in range(len(sizes) + 1)]
     return [list(order[a:b]) for a, b in pairwise(cuts)]
+
+
+def tasks_of(
+    dataset: DataSet,
+    tasks: int | Sequence[int] | Literal["own"],
+    order: str | Sequence[int] = "natural",
+    order_seed: int | None = None,
+    first_task: int | None = None,
+) -> tuple[list[int], list[list[int]]]:
+    """The order of the classes, and those of each task."""
+    if isinstance(tasks, str):
+        if dataset.tasks is None:
+            if dataset.domains is not None and (found := class_in_several(dataset, dataset.domains)):
+                raise UserError(f"{found}: give each class one task, or set stream.scenario to domain.")
+            raise UserError(f"The data set {dataset.name} names no tasks: give stream.tasks a number.")
+        if order != "natural" or first_task is not None:
+            raise UserError("The data set's own tasks keep their order: leave stream.order and first_task out.")
+        return [c for task in dataset.tasks for c in task], [list(task) for task in dataset.tasks]
+    classes = class_order(order, len(dataset.class_names), order_seed, dataset.class_names)
+    return classes, split_into_tasks(classes, tasks, first_task)
+
+
+def domains_in_order(
+    dataset: DataSet, order: str | Sequence[int] = "natural", order_seed: int | None = None
+) -> Domains:
+    """The data set's domains, numbered in the order in which they are learned."""
+    domains = dataset.domains
+    if domains is None:
+        raise UserError(
+            f"The data set {dataset.name} names no domains: use domainnet-345, domain-folders or a manifest with a "
+            "task for each image, or leave stream.scenario out."
+        )
+    _refuse_unusable(dataset, domains)
+    wanted = class_order(order, len(domains.names), order_seed, domains.names, "domain")
+    place = np.argsort(wanted)
+    names = [domains.names[d] for d in wanted]
+    return dataclasses.replace(domains, names=names, train=place[domains.train], test=place[domains.test])
+
+
+def _refuse_unusable(dataset: DataSet, domains: Domains) -> None:
+    for split, numbers in (("training", domains.train), ("test", domains.test)):
+        counts = np.bincount(numbers, minlength=len(domains.names))
+        if (counts == 0).any():
+            empty = domains.names[int(np.argmin(counts))]
+            raise UserError(f"The domain '{empty}' of {dataset.name} has no {split} images; add some, or remove it.")
+    if class_in_several(dataset, domains) is None:
+        raise UserError(
+            f"Each class of {dataset.name} comes from one domain only, which makes its tasks class-incremental: leave "
+            "stream.scenario out, or use a data set whose domains share classes, such as domainnet-345."
+        )
+
+
+def class_in_several(dataset: DataSet, domains: Domains) -> str | None:
+    """Which class is in more than one of them, in words; None where no class is."""
+    classes = len(dataset.class_names)
+    both = [(domains.train, dataset.train.labels), (domains.test, dataset.test.labels)]
+    pairs = np.unique(np.concatenate([numbers + len(domains.names) * labels for numbers, labels in both]))
+    counts = np.bincount(pairs // len(domains.names), minlength=classes)
+    if (counts < 2).all():
+        return None
+    found = int(np.argmax(counts > 1))
+    one, other = (domains.names[p % len(domains.names)] for p in pairs[pairs // len(domains.names) == found][:2])
+    return f"The class '{dataset.class_names[found]}' of {dataset.name} is in the tasks '{one}' and '{other}'"

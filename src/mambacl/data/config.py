@@ -4,11 +4,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mambacl.data.tasks import is_file
 from mambacl.errors import UserError
 from mambacl.evaluation.scenarios import SCENARIOS, Scenario
-from mambacl.paths import expanded
+from mambacl.files import expanded
 from mambacl.registry import did_you_mean
-from mambacl.streams.orders import is_file
 
 Augment = Literal["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
 CHANGES: dict[str, tuple[Any, ...]] = {  # what the covariances may have otherwise than evaluation, and its values

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.datasets.base import DATASETS, DataSet, Domains
-from mambacl.datasets.decoding import DAMAGE, in_threads, reason, rgb
+from mambacl.data.dataset import DataSet, Domains
+from mambacl.data.images import DAMAGE, in_threads, reason, rgb
+from mambacl.data.sets import DATASETS, SOURCES, Source
 from mambacl.errors import UserError
 
 
@@ -133,3 +134,4 @@ def saved(root: Path | None) -> DataSet:
 
 
 DATASETS.add("huggingface", saved)
+SOURCES["huggingface"] = Source("a data set of Hugging Face that `save_to_disk` wrote", "what it wrote")

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mambacl.datasets.base import DATASETS, ArrayImages, DataSet
+from mambacl.data.dataset import DataSet
+from mambacl.data.images import ArrayImages
+from mambacl.data.sets import DATASETS, SOURCES, Download, Source, required_root
 from mambacl.errors import UserError
 
 CLASS_NAMES = [
@@ -18,7 +20,7 @@ CLASS_NAMES = [
 
 
 def fashion_mnist_small(root: Path | None) -> DataSet:
-    source = files("mambacl") / "streams" / "embedded" / "fashion_mnist.npz"
+    source = files("mambacl") / "data" / "embedded" / "fashion_mnist.npz"
     with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         train = ArrayImages(arrays["train_images"], arrays["train_labels"])
         test = ArrayImages(arrays["test_images"], arrays["test_labels"])
@@ -26,8 +28,7 @@ def fashion_mnist_small(root: Path | None) -> DataSet:
 
 
 def fashion_mnist(root: Path | None) -> DataSet:
-    if root is None:
-        raise UserError("The data set 'fashion-mnist' needs stream.root: the folder of train-images-idx3-ubyte.gz.")
+    root = required_root(root, "fashion-mnist")
     splits = []
     for part in ("train", "t10k"):
         pixels, labels = read_idx(root, f"{part}-images-idx3-ubyte"), read_idx(root, f"{part}-labels-idx1-ubyte")
@@ -54,5 +55,40 @@ def read_idx(root: Path, name: str) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()  # so that it can be written
 
 
+def _file(name: str, checksum: str, content: str) -> Download:
+    address = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+    return Download(f"{address}/{name}", f"sha256:{checksum}", unpack=False, content=f"sha256:{content}")
+
+
 DATASETS.add("fashion-mnist-small", fashion_mnist_small)
+SOURCES["fashion-mnist-small"] = Source("part of Fashion-MNIST, in the package", "nothing", 10, 2500, 1000)
 DATASETS.add("fashion-mnist", fashion_mnist)
+SOURCES["fashion-mnist"] = Source(
+    "Fashion-MNIST, 28 x 28 pixels, grey",
+    "train-images-idx3-ubyte.gz and its three companions, .gz or not",
+    10,
+    60000,
+    10000,
+    downloads=(
+        _file(
+            "train-images-idx3-ubyte.gz",
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        ),
+        _file(
+            "train-labels-idx1-ubyte.gz",
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        ),
+        _file(
+            "t10k-images-idx3-ubyte.gz",
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        ),
+        _file(
+            "t10k-labels-idx1-ubyte.gz",
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+        ),
+    ),
+)

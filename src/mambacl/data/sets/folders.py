@@ -1,19 +1,21 @@
-"""Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*; the classes are numbered by their sorted names."""
+"""Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*, or, where there are several domains,
+ROOT/train/DOMAIN/CLASS/* and ROOT/test/DOMAIN/CLASS/*. Both are numbered by their sorted names."""
 
 import os
 from pathlib import Path
 
 import numpy as np
 
-from mambacl.datasets.base import DATASETS, DataSet, FileImages
+from mambacl.data.dataset import DataSet, Domains
+from mambacl.data.images import FileImages
+from mambacl.data.sets import DATASETS, SOURCES, Source, required_root
 from mambacl.errors import UserError
 
 SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
 def image_folders(root: Path | None) -> DataSet:
-    if root is None:
-        raise UserError("The data set 'folders' needs stream.root: a folder with train/CLASS/* and test/CLASS/*.")
+    root = required_root(root, "folders")
     for split in ("train", "test"):
         if not (root / split).is_dir():
             raise UserError(f"There is no folder {root / split}; the layout is ROOT/train/CLASS/*, ROOT/test/CLASS/*.")
@@ -29,8 +31,8 @@ def image_folders(root: Path | None) -> DataSet:
     return DataSet(
         root.resolve().name,
         names["train"],
-        _split(root / "train", names["train"]),
-        _split(root / "test", names["train"]),
+        class_folders(root / "train", names["train"]),
+        class_folders(root / "test", names["train"]),
     )
 
 
@@ -38,7 +40,7 @@ def subfolders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _split(folder: Path, class_names: list[str]) -> FileImages:
+def class_folders(folder: Path, class_names: list[str]) -> FileImages:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(class_names):
@@ -71,4 +73,40 @@ def images_under(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+LAYOUT = "the layout is ROOT/train/DOMAIN/CLASS/*, ROOT/test/DOMAIN/CLASS/*"
+
+
+def domain_folders(root: Path | None) -> DataSet:
+    root = required_root(root, "domain-folders")
+    for split in ("train", "test"):
+        if not (root / split).is_dir():
+            raise UserError(f"There is no folder {root / split}; {LAYOUT}.")
+    domains = sorted({*subfolders(root / "train"), *subfolders(root / "test")})
+    folders = {
+        split: [(domain, name) for domain in domains for name in _classes(root / split / domain)]
+        for split in ("train", "test")
+    }
+    names = sorted({name for found in folders.values() for _, name in found})
+    if not names:
+        raise UserError(f"{root} holds no class folders; {LAYOUT}.")
+    number = {name: position for position, name in enumerate(names)}
+    splits: dict[str, FileImages] = {}
+    of_image: dict[str, list[str]] = {}
+    for split, found in folders.items():
+        files = [images_under(root / split / domain / name) for domain, name in found]
+        counts = [len(part) for part in files]
+        labels = np.repeat(np.array([number[name] for _, name in found], dtype=np.int64), counts)
+        splits[split] = FileImages(root / split, [path for part in files for path in part], labels)
+        of_image[split] = [domain for (domain, _), count in zip(found, counts, strict=True) for _ in range(count)]
+    own = Domains.of(of_image["train"], of_image["test"], domains)
+    return DataSet(root.resolve().name, names, splits["train"], splits["test"], domains=own)
+
+
+def _classes(folder: Path) -> list[str]:
+    return subfolders(folder) if folder.is_dir() else []
+
+
 DATASETS.add("folders", image_folders)
+SOURCES["folders"] = Source("your own images", "train/CLASS/* and test/CLASS/*")
+DATASETS.add("domain-folders", domain_folders)
+SOURCES["domain-folders"] = Source("your own images of several domains", "train/DOMAIN/CLASS/* and test/DOMAIN/CLASS/*")

@@ -1,123 +1,15 @@
-"""What a data set is: named classes and two splits of labelled images, in memory or on disk."""
+"""A data set: named classes and two splits of labelled images."""
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from mambacl.datasets.decoding import attempt, decode, in_threads
+from mambacl.data.images import FileImages, Images
 from mambacl.errors import UserError
-from mambacl.log import logger
-from mambacl.paths import expanded
-from mambacl.registry import Registry
-
-
-class Images(Protocol):
-    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both. `bad` has what is wrong with
-    those that cannot be read, by index; `name` what an image is called."""
-
-    labels: NDArray[np.int64]
-
-    def image(self, index: int) -> Tensor: ...
-
-    def digest(self) -> str: ...
-
-    def check(self) -> None: ...
-
-    def bad(self) -> dict[int, str]: ...
-
-    def name(self, index: int) -> str: ...
-
-    def subset(self, indices: NDArray[np.int64]) -> "Images": ...
-
-
-class ArrayImages:
-    """Images in one uint8 array, (n, h, w) for grey ones or (n, h, w, 3)."""
-
-    def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
-        self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
-
-    def image(self, index: int) -> Tensor:
-        pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[index]))
-        return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
-
-    def several(self, indices: NDArray[np.int64]) -> Tensor:
-        """(n, 3, h, w)."""
-        pixels = torch.from_numpy(self.pixels[indices])
-        several = pixels[:, None].expand(-1, 3, -1, -1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
-        return several.contiguous()
-
-    def bytes_of(self, count: int) -> int:
-        return count * 3 * int(np.prod(self.pixels.shape[1:3]))
-
-    def check(self) -> None:
-        return
-
-    def bad(self) -> dict[int, str]:
-        return {}
-
-    def name(self, index: int) -> str:
-        return f"image {index}"
-
-    def digest(self) -> str:
-        content = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
-        content.update(self.labels.tobytes())
-        return content.hexdigest()
-
-    def subset(self, indices: NDArray[np.int64]) -> "ArrayImages":
-        return ArrayImages(self.pixels[indices], self.labels[indices])
-
-
-class FileImages:
-    """Image files, decoded when asked for. The digest covers names, sizes and labels, not the pixels."""
-
-    def __init__(self, root: Path, files: Sequence[Path], labels: NDArray[np.int64], checked: bool = False) -> None:
-        self.root, self.files, self.labels = root, list(files), np.asarray(labels, dtype=np.int64)
-        self.checked = checked
-
-    def image(self, index: int) -> Tensor:
-        return torch.from_numpy(decode(self.files[index])).permute(2, 0, 1)
-
-    def check(self) -> None:
-        """Decodes every file, so that a bad one is found before the first task is trained."""
-        if not self.checked:
-            for _ in in_threads(decode, self.files):
-                pass
-
-    def bad(self) -> dict[int, str]:
-        """The numbers of the files that cannot be read, each with what is wrong."""
-        made = enumerate(in_threads(_trouble, self.files))
-        return {index: trouble for index, trouble in made if trouble is not None}
-
-    def name(self, index: int) -> str:
-        """Its path below the root, where it lies there."""
-        path = self.files[index]
-        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.as_posix()
-
-    def digest(self) -> str:
-        content = hashlib.sha256(self.labels.tobytes())
-        for index, path in enumerate(self.files):
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise UserError(f"{path} cannot be read ({error.strerror}): restore or remove it.") from None
-            content.update(f"{self.name(index)}:{size}\n".encode(errors="surrogateescape"))
-        return content.hexdigest()
-
-    def subset(self, indices: NDArray[np.int64]) -> "FileImages":
-        return FileImages(self.root, [self.files[i] for i in indices], self.labels[indices], self.checked)
-
-
-def _trouble(path: Path) -> str | None:
-    made = attempt(path)
-    return made if isinstance(made, str) else None
 
 
 @dataclass(frozen=True)
@@ -220,18 +112,3 @@ class DataSet:
             groups, count = groups + count * self.domains.train, count * len(self.domains.names)
         order = np.argsort(groups, kind="stable")
         return np.split(order, np.cumsum(np.bincount(groups, minlength=count))[:-1])
-
-
-DATASETS: Registry[Callable[[Path | None], DataSet]] = Registry("data set", "mambacl.datasets")
-
-
-def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False) -> DataSet:
-    """A data set by name; `root` is the folder with its files, for those that are not part of the package."""
-    dataset = DATASETS.get(name)(None if root is None else expanded(root))
-    if skip_bad:
-        dataset = dataset.without_bad()
-        if dataset.skipped:
-            count = len(dataset.skipped)
-            logger.warning("%d images of %s are left out: they cannot be read.", count, name)
-    dataset.refuse_empty(name)
-    return dataset

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mambacl.streams.config import TransformConfig
+from mambacl.data.config import TransformConfig
 
 if TYPE_CHECKING:
     from torchvision.transforms import InterpolationMode

@@ -1,33 +1,33 @@
-"""A stream of tasks, the classes of a data set in an order and cut into tasks or its domains one after another, as
-batches for training and evaluation."""
+"""A stream of tasks, as batches for training and evaluation: the classes of a data set in an order and cut into tasks,
+or its domains one after another."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from mambacl.datasets.base import DataSet, Images, open_dataset
+from mambacl.data.batched_transforms import BatchedTransforms
+from mambacl.data.config import StreamConfig
+from mambacl.data.dataset import DataSet
+from mambacl.data.image_cache import ImageCache
+from mambacl.data.images import Images
+from mambacl.data.loaders import Batch, BatchedLoader, Sample, cpu_loader
+from mambacl.data.sets import open_dataset
+from mambacl.data.tasks import domains_in_order, tasks_of
+from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 from mambacl.evaluation import Scenario
-from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
-from mambacl.streams.config import StreamConfig
-from mambacl.streams.domains import domains_in_order, in_several
-from mambacl.streams.orders import class_order, split_into_tasks
-from mambacl.streams.transforms import Transforms
 
-Batch = tuple[Tensor, Tensor]
 COVARIANCE_PASS = 1 << 32  # in place of an epoch, where a seed is mixed for the covariances
 
 
 class Stream:
     """Labels are positions: class c of the data set has the label `class_order.index(c)`, so that task after task the
-    classifier grows at its end. Where the tasks are domains, each has labels of its own for all classes: the classes'
+    classifier grows at its end. Where the tasks are domains, each has its own labels for all classes: the classes'
     positions, after those of the tasks before. `seed` fixes the order of the images and their augmentation. Batches lie
     on `device` where the transforms' engine is the batched one (on a GPU, unless the other is named), else on the CPU.
     """
@@ -64,7 +64,7 @@ class Stream:
         device = torch.device(device)
         self._batched: BatchedTransforms | None = None
         if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
-            self._batched, self._shelf = BatchedTransforms(transforms, device), Shelf(device)
+            self._batched, self._cache = BatchedTransforms(transforms, device), ImageCache(device)
         else:
             _ = transforms.augment  # loads torchvision here, and not in each worker
 
@@ -82,51 +82,50 @@ class Stream:
         indices = self._train[task]
         positions = self._order(task, epoch, repeats * len(indices))
         if self._batched is not None:
-            return self._train_blocks(task, positions % len(indices), batch_size, mixed(self.seed, task, epoch, 1))
-        picks = [(int(indices[p % len(indices)]), mixed(self.seed, task, epoch, int(p))) for p in positions]
-        return self._loader(self.dataset.train, self._train_labels, picks, batch_size)
+            return self._train_blocks(task, positions % len(indices), batch_size, mix_seeds(self.seed, task, epoch, 1))
+        samples = [(int(indices[p % len(indices)]), mix_seeds(self.seed, task, epoch, int(p))) for p in positions]
+        return self._loader(self.dataset.train, self._train_labels, samples, batch_size)
 
     def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
         """The task's training images in the order of the data set, as in evaluation unless the configuration has
         another transform for the covariances, whose images these are."""
         transforms = self.transforms.covariance
-        chance = transforms.augments
         if self._batched is not None:
-            seed = mixed(self.seed, task, COVARIANCE_PASS) if chance else None
+            seed = mix_seeds(self.seed, task, COVARIANCE_PASS) if transforms.augments else None
             blocks = self._train_blocks(task, np.arange(self.train_count(task)), batch_size, seed)
             return replace(blocks, transforms=BatchedTransforms(transforms, self._batched.device))
-        picks = [
-            (int(i), mixed(self.seed, task, COVARIANCE_PASS, place) if chance else None)
+        samples = [
+            (int(i), mix_seeds(self.seed, task, COVARIANCE_PASS, place) if transforms.augments else None)
             for place, i in enumerate(self._train[task])
         ]
-        return self._loader(self.dataset.train, self._train_labels, picks, batch_size, transforms)
+        return self._loader(self.dataset.train, self._train_labels, samples, batch_size, transforms)
 
     def some_images(self, task: int, count: int) -> torch.Tensor:
-        """So many of the task's training images, from all over it, as in evaluation."""
+        """Up to `count` training images of the task, spread evenly over it, as in evaluation."""
         indices = self._train[task]
         chosen = np.unique(np.linspace(0, len(indices) - 1, min(count, len(indices))).round().astype(int))
         if self._batched is not None:
             [(images, _)] = self._train_blocks(task, chosen, len(chosen), None)
             return images
-        picks = [(int(i), None) for i in indices[chosen]]
-        [(images, _)] = self._loader(self.dataset.train, self._train_labels, picks, len(chosen))
+        samples = [(int(i), None) for i in indices[chosen]]
+        [(images, _)] = self._loader(self.dataset.train, self._train_labels, samples, len(chosen))
         return images
 
     def test_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
         if self._batched is not None:
             indices = self._test[task]
-            decoded = self._shelf.test(task, self.dataset.test, indices)
+            cached = self._cache.test(task, self.dataset.test, indices)
             labels = self._test_labels[indices]
-            return BatchedBatches(self._batched, decoded, np.arange(len(indices)), labels, batch_size, None)
-        picks = [(int(i), None) for i in self._test[task]]
-        return self._loader(self.dataset.test, self._test_labels, picks, batch_size)
+            return BatchedLoader(self._batched, cached, np.arange(len(indices)), labels, batch_size, None)
+        samples = [(int(i), None) for i in self._test[task]]
+        return self._loader(self.dataset.test, self._test_labels, samples, batch_size)
 
-    def _train_blocks(self, task: int, places: NDArray[np.int64], batch_size: int, seed: int | None) -> BatchedBatches:
+    def _train_blocks(self, task: int, places: NDArray[np.int64], batch_size: int, seed: int | None) -> BatchedLoader:
         """Of the task's training images those at `places`, in blocks on the device."""
         assert self._batched is not None
         indices = self._train[task]
-        decoded = self._shelf.train(task, self.dataset.train, indices)
-        return BatchedBatches(self._batched, decoded, places, self._train_labels[indices[places]], batch_size, seed)
+        cached = self._cache.train(task, self.dataset.train, indices)
+        return BatchedLoader(self._batched, cached, places, self._train_labels[indices[places]], batch_size, seed)
 
     def _order(self, task: int, epoch: int, count: int) -> NDArray[np.int64]:
         return np.random.Generator(np.random.PCG64([self.seed, task, epoch])).permutation(count)
@@ -135,28 +134,24 @@ class Stream:
         self,
         images: Images,
         labels: NDArray[np.int64],
-        picks: Sequence["Pick"],
+        samples: Sequence[Sample],
         batch_size: int,
         transforms: Transforms | None = None,
     ) -> Iterable[Batch]:
-        view = _View(images, labels, transforms or self.transforms)
-        batches = [list(picks[i : i + batch_size]) for i in range(0, len(picks), batch_size)]
-        if self.workers == 0:
-            return _Direct(view, batches)
-        return _WithWorkers(view, batches, self.workers)
+        return cpu_loader(images, labels, transforms or self.transforms, samples, batch_size, self.workers)
 
     def describe(self) -> dict[str, Any]:
         """What identifies the stream, for stream.json and results.json."""
         names = self.dataset.class_names
-        said: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
         if self.scenario != "class":
-            said["scenario"] = self.scenario
+            optional["scenario"] = self.scenario
         if self.domains is not None:
-            said["domains"] = self.domains.names
+            optional["domains"] = self.domains.names
         if self.validation is not None:
-            said["validation"] = self.validation
+            optional["validation"] = self.validation
         if self.dataset.skipped:
-            said["skipped"] = list(self.dataset.skipped)
+            optional["skipped"] = list(self.dataset.skipped)
         return {
             "dataset": self.dataset.name,
             "class_names": names,
@@ -166,7 +161,7 @@ class Stream:
             "test": self.test_counts(),
             "fingerprint": self._fingerprint(),
             "transforms": self.transforms.describe(),
-            **said,
+            **optional,
         }
 
     def _fingerprint(self) -> str:
@@ -180,26 +175,6 @@ class Stream:
         return content.hexdigest()
 
 
-def tasks_of(
-    dataset: DataSet,
-    tasks: int | Sequence[int] | Literal["own"],
-    order: str | Sequence[int] = "natural",
-    order_seed: int | None = None,
-    first_task: int | None = None,
-) -> tuple[list[int], list[list[int]]]:
-    """The order of the classes, and those of each task."""
-    if isinstance(tasks, str):
-        if dataset.tasks is None:
-            if dataset.domains is not None and (found := in_several(dataset, dataset.domains)):
-                raise UserError(f"{found}: give each class one task, or set stream.scenario to domain.")
-            raise UserError(f"The data set {dataset.name} names no tasks of its own: give stream.tasks a number.")
-        if order != "natural" or first_task is not None:
-            raise UserError("The data set's own tasks keep their order: leave stream.order and first_task out.")
-        return [c for task in dataset.tasks for c in task], [list(task) for task in dataset.tasks]
-    classes = class_order(order, len(dataset.class_names), order_seed, dataset.class_names)
-    return classes, split_into_tasks(classes, tasks, first_task)
-
-
 def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
     """Numbers of each task's images, in the order of the data set."""
     ends = np.cumsum([len(task) for task in tasks])
@@ -208,71 +183,8 @@ def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[
     return np.split(np.argsort(which, kind="stable"), np.cumsum(counts)[:-1])
 
 
-Pick = tuple[int, int | None]  # an image's index, and its augmentation's seed (None: as in evaluation)
-
-
-class _View(Dataset[Any]):
-    """Batches by picks, in whichever process the loader runs."""
-
-    def __init__(self, images: Images, labels: NDArray[np.int64], transforms: Transforms) -> None:
-        self.images, self.labels, self.transforms = images, labels, transforms
-
-    def __getitems__(self, picks: Sequence[Pick]) -> Batch:
-        transforms = self.transforms
-        pixels = []
-        for index, seed in picks:
-            image = self.images.image(index)
-            pixels.append(transforms.evaluate(image) if seed is None else transforms.train(image, seed))
-        labels = self.labels[[index for index, _ in picks]]
-        return transforms.normalize(torch.stack(pixels)), torch.from_numpy(labels)
-
-
-@dataclass(frozen=True)
-class _Direct:
-    """The loader without workers: no processes, no queues."""
-
-    view: _View
-    batches: list[list[Pick]]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self.view.__getitems__(batch) for batch in self.batches)
-
-
-@dataclass(frozen=True)
-class _WithWorkers:
-    """PyTorch's loader: other processes prepare the batches."""
-
-    view: _View
-    batches: list[list[Pick]]
-    workers: int
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
-            self.view,
-            batch_sampler=self.batches,
-            num_workers=self.workers,
-            collate_fn=_already_collated,
-            pin_memory=torch.cuda.is_available(),
-        )
-        try:
-            yield from loader
-        except UserError as error:  # comes with the worker's whole traceback; its last line is ours
-            sentence = str(error).strip().splitlines()[-1]
-            raise UserError(sentence.removeprefix(f"{UserError.__module__}.UserError: ")) from None
-
-
-def _already_collated(batch: Any) -> Any:
-    return batch
-
-
-def mixed(*numbers: int) -> int:
-    """One seed out of several numbers, each of which matters."""
+def mix_seeds(*numbers: int) -> int:
+    """One seed from several numbers, each of which matters."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 

@@ -1,0 +1,187 @@
+"""Batches of images and labels: image by image on the CPU, or in blocks of many batches on the device.
+
+In blocks, the host samples the random parameters of a whole epoch and reads nothing back; the device does the rest.
+Blocks are cut to what memory allows, and their size changes nothing in what the model sees.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from mambacl.data.augment_params import AugmentParams
+from mambacl.data.batched_transforms import BatchedTransforms
+from mambacl.data.image_cache import CachedImages, Group, free_bytes, on_device
+from mambacl.data.images import Images
+from mambacl.data.transforms import Transforms
+from mambacl.errors import UserError
+
+Batch = tuple[Tensor, Tensor]
+Sample = tuple[int, int | None]  # an image's index, and its augmentation's seed (None: as in evaluation)
+
+
+def cpu_loader(
+    images: Images,
+    labels: NDArray[np.int64],
+    transforms: Transforms,
+    samples: Sequence[Sample],
+    batch_size: int,
+    workers: int,
+) -> Iterable[Batch]:
+    batches = [list(samples[i : i + batch_size]) for i in range(0, len(samples), batch_size)]
+    view = _Batches(images, labels, transforms)
+    return _InProcess(view, batches) if workers == 0 else _WithWorkers(view, batches, workers)
+
+
+class _Batches(Dataset[Any]):
+    """Makes a batch from its samples, in whichever process the loader runs."""
+
+    def __init__(self, images: Images, labels: NDArray[np.int64], transforms: Transforms) -> None:
+        self.images, self.labels, self.transforms = images, labels, transforms
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        transforms = self.transforms
+        pixels = []
+        for index, seed in samples:
+            image = self.images.image(index)
+            pixels.append(transforms.evaluate(image) if seed is None else transforms.train(image, seed))
+        labels = self.labels[[index for index, _ in samples]]
+        return transforms.normalize(torch.stack(pixels)), torch.from_numpy(labels)
+
+
+@dataclass(frozen=True)
+class _InProcess:
+    """The loader without workers: no processes, no queues."""
+
+    view: _Batches
+    batches: list[list[Sample]]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.view.__getitems__(batch) for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class _WithWorkers:
+    """PyTorch's loader: other processes prepare the batches."""
+
+    view: _Batches
+    batches: list[list[Sample]]
+    workers: int
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            self.view,
+            batch_sampler=self.batches,
+            num_workers=self.workers,
+            collate_fn=_collated,
+            pin_memory=torch.cuda.is_available(),
+        )
+        try:
+            yield from loader
+        except UserError as error:  # comes with the worker's whole traceback; its last line is ours
+            sentence = str(error).strip().splitlines()[-1]
+            raise UserError(sentence.removeprefix(f"{UserError.__module__}.UserError: ")) from None
+
+
+def _collated(batch: Any) -> Any:
+    return batch
+
+
+@dataclass(frozen=True)
+class BatchedLoader:
+    """Batches of images and labels that lie on the device."""
+
+    transforms: BatchedTransforms
+    images: CachedImages
+    places: NDArray[np.int64]
+    """which of the cached images, in this order"""
+    labels: NDArray[np.int64]
+    """of these images"""
+    batch_size: int
+    seed: int | None
+    """of the augmentation; None: as in evaluation"""
+
+    def __len__(self) -> int:
+        return -(-len(self.places) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        labels = on_device(self.labels, self.transforms.device)
+        params = None
+        if self.seed is not None:
+            rng = np.random.Generator(np.random.PCG64(self.seed))
+            params = self.transforms.sample(rng, self.images.sizes[self.places])
+        most = block_values(self.transforms.device)
+        blocks = self._blocks(most)
+        groups = _prefetched([self._groups(block, most) for block in blocks], not self.images.on_device)
+        for block, found in zip(blocks, groups, strict=True):
+            images = self._prepared(found, None if params is None else params.rows(block), block.stop - block.start)
+            for start in range(0, len(images), self.batch_size):
+                part = slice(start, start + self.batch_size)
+                yield images[part], labels[block][part]
+
+    def _blocks(self, most: int) -> list[slice]:
+        """Consecutive batches with at most so many values before or after the transforms; at least one batch each."""
+        each = 3 * np.maximum(self.images.sizes[self.places].prod(1), self.transforms.size**2)
+        starts = range(0, len(self.places), self.batch_size)
+        blocks: list[slice] = []
+        values = 0
+        for start in starts:
+            stop = min(start + self.batch_size, len(self.places))
+            values += int(each[start:stop].sum())
+            if blocks and values <= most:
+                blocks[-1] = slice(blocks[-1].start, stop)
+            else:
+                blocks.append(slice(start, stop))
+                values = int(each[start:stop].sum())
+        return blocks
+
+    def _groups(self, block: slice, most: int) -> Callable[[], list[Group]]:
+        return lambda: list(self.images.groups(self.places[block], most))
+
+    @torch.no_grad()
+    def _prepared(self, groups: list[Group], params: AugmentParams | None, count: int) -> Tensor:
+        transforms = self.transforms
+        result: Tensor | None = None
+        for where, images in groups:
+            part = None if params is None else params.rows(where)
+            made = transforms.train(on_device(images, transforms.device), part)
+            if len(where) == count:  # all of one size, in their order
+                return transforms.normalize(made)
+            if result is None:
+                result = made.new_empty(count, *made.shape[1:])
+            result.index_copy_(0, on_device(where, transforms.device), made)
+        assert result is not None
+        return transforms.normalize(result)
+
+
+def block_values(device: torch.device) -> int:
+    """Values (three per pixel) in a block: enough for thousands of small images. The work takes about 32 bytes per
+    value."""
+    least, most = 1 << 22, 1 << 26
+    return max(least, min(most, free_bytes(device) // 64)) if device.type == "cuda" else least
+
+
+def _prefetched(works: list[Callable[[], list[Group]]], threaded: bool) -> Iterator[list[Group]]:
+    """The results in order; threaded, the next one is computed while its predecessor is used."""
+    if not threaded or len(works) < 2:
+        yield from (work() for work in works)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        under_way = thread.submit(works[0])
+        for following in [*works[1:], None]:
+            found = under_way.result()
+            if following is not None:
+                under_way = thread.submit(following)
+            yield found
