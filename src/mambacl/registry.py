@@ -62,5 +62,5 @@ class Registry(Generic[T]):
                     self._loaded = False
                     raise UserError(
                         f"The {self.noun} '{point.name}' of another package ({point.value}) cannot be loaded "
-                        f"({type(error).__name__}: {error}): mend or uninstall that package."
+                        f"({type(error).__name__}: {error}): repair or uninstall that package."
                     ) from error

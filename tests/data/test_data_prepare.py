@@ -43,7 +43,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name in ("imagenet_r_train.txt", "imagenet_r_val.txt")
     )
     archive = Download("http://127.0.0.1:9/imagenet-r.tar", sha(store / "imagenet-r.tar"))
-    monkeypatch.setitem(SOURCES, "imagenet-r", Source("small", "", 3, 9, 3, (archive,), lists))
+    monkeypatch.setitem(SOURCES, "imagenet-r", Source("small", "", (3, 9, 3), (archive,), lists))
     return store
 
 
@@ -82,7 +82,7 @@ def test_an_archive_that_lacks_listed_images(
     make_tar(tmp_path / "a.tar", {name: image_bytes(seed) for name, seed in list(FILES.items())[:-2]})
     source = SOURCES["imagenet-r"]
     archive = Download("http://127.0.0.1:9/imagenet-r.tar", sha(tmp_path / "a.tar"))
-    monkeypatch.setitem(SOURCES, "imagenet-r", Source("", "", 3, 9, 3, (archive,), source.lists))
+    monkeypatch.setitem(SOURCES, "imagenet-r", Source("", "", (3, 9, 3), (archive,), source.lists))
     words = ["--root", str(tmp_path / "root"), "--source", str(tmp_path / "a.tar"), "--lists", str(store)]
     assert main(["data", "prepare", "imagenet-r", *words]) == 1
     assert "2 of the images are missing" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_the_public_lists_are_taken_and_verified(tmp_path: Path, monkeypatch: py
     make_tar(tmp_path / "empty.tar", {"imagenet-r/README.txt": b"images"})
     source = SOURCES["imagenet-r"]
     archive = Download("http://127.0.0.1:9/imagenet-r.tar", sha(tmp_path / "empty.tar"))
-    changed = Source("", "", source.classes, source.train, source.test, (archive,), source.lists)
+    changed = Source("", "", source.counts, (archive,), source.lists)
     monkeypatch.setitem(SOURCES, "imagenet-r", changed)
     dataset = prepare("imagenet-r", tmp_path / "root", [tmp_path / "empty.tar"], LISTS)
     assert (len(dataset.train.labels), len(dataset.test.labels)) == (24000, 6000)
@@ -299,7 +299,7 @@ def server(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         return Download(f"{base}/{download.name}", download.checksum, download.unpack, download.folder)
 
     parts = tuple(map(moved, source.downloads)), tuple(map(moved, source.lists))
-    monkeypatch.setitem(SOURCES, "imagenet-r", Source("small", "", 3, 9, 3, *parts))
+    monkeypatch.setitem(SOURCES, "imagenet-r", Source("small", "", (3, 9, 3), *parts))
     yield server
     server.shutdown()
     server.server_close()

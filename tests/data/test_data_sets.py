@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +50,7 @@ def test_the_counts_of_the_public_lists(tmp_path: Path, name: str, tasks: int) -
     dataset = open_dataset(name, with_lists(tmp_path / "root"))
     source = SOURCES[name]
     found = (len(dataset.class_names), len(dataset.train.labels), len(dataset.test.labels))
-    assert found == (source.classes, source.train, source.test)
+    assert found == source.counts
     stream = Stream(dataset, Transforms(TransformConfig(), 8, MEAN, STD), tasks, "mamba-cl")
     assert [len(task) for task in stream.tasks] == [200 // tasks] * tasks
     assert sum(stream.train_count(t) for t in range(tasks)) == source.train
@@ -468,3 +470,20 @@ def test_a_data_set_of_the_library_itself(tmp_path: Path) -> None:
     mixed = {"train": library.concatenate_datasets([splits["train"], bad]), "test": splits["test"]}
     found = from_huggingface(mixed).without_bad()
     assert found.skipped == ("train: row 6 holds no readable image (no image format that is known)",)
+
+
+def test_names_are_known_without_pytorch() -> None:
+    """So that a wrong one is refused at once."""
+    code = """
+import sys
+import mambacl.data
+from mambacl.errors import UserError
+assert mambacl.data.list_datasets() == sorted(mambacl.data.SOURCES)
+try:
+    mambacl.data.DATASETS.check("cifar10")
+except UserError as error:
+    print(error, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("There is no data set 'cifar10'. Did you mean 'cifar100'?")
+    assert done.stdout.endswith("False\n")

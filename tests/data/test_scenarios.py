@@ -256,7 +256,7 @@ def test_wrong_orders_of_domains_speak_of_domains(tmp_path: Path) -> None:
 def test_wrong_domain_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.root"):
         open_dataset("domain-folders", None)
-    with pytest.raises(UserError, match=r"no folder .*train; the layout is ROOT/train/DOMAIN/CLASS"):
+    with pytest.raises(UserError, match=r"no folder .*train; the root holds train/DOMAIN/CLASS"):
         open_dataset("domain-folders", tmp_path)
     for split in ("train", "test"):
         (tmp_path / split / "noon").mkdir(parents=True)

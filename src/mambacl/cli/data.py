@@ -57,8 +57,7 @@ def _list(given: Namespace) -> int:
     print(f"{'name':20} {'classes':>7} {'training':>9} {'test':>8}  what it is")
     for name in DATASETS.names():
         source = SOURCES.get(name)
-        counts = (source.classes, source.train, source.test) if source else (None, None, None)
-        texts = ["" if count is None else f"{count:,}" for count in counts]
+        texts = [f"{count:,}" for count in source.counts] if source and source.counts else [""] * 3
         print(f"{name:20} {texts[0]:>7} {texts[1]:>9} {texts[2]:>8}  {source.summary if source else 'of a plug-in'}")
         if source:
             print(f"{'':48}root: {source.layout}")

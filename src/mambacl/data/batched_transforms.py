@@ -37,7 +37,7 @@ class BatchedTransforms:
         """For training on images of these sizes; None where nothing is random."""
         if not self.transforms.augments:
             return None
-        if not self.transforms.crops_itself:
+        if not self.transforms.uses_autoaugment:
             return sample_crops_and_flips(rng, self.padding, sizes)
         return sample_autoaugment(rng, self.transforms.augment, sizes)
 
@@ -52,7 +52,7 @@ class BatchedTransforms:
         """The same with this augmentation; as in evaluation if None."""
         if params is None:
             return self.evaluate(images)
-        if self.transforms.crops_itself:
+        if self.transforms.uses_autoaugment:
             images = autoaugment(images, operations(), params.ops, params.magnitudes, self.bilinear)
             return resize_boxes(images, params.boxes, self.size, self.cubic)
         return crop(self.evaluate(images), params.corners, params.flips, self.size, self.padding)

@@ -121,12 +121,12 @@ def _wrong_counts(dataset: DataSet, name: str, train: NDArray[np.int64], test: N
             what = f"{len(empty)} {'class has' if len(empty) == 1 else 'classes have'} no {split} images"
             findings.append(Finding(what, "add some, or remove the class from the other split, too", empty))
     source = SOURCES.get(name)
-    if source is None or source.classes is None:
+    if source is None or source.counts is None:
         return findings
-    expected, found = (source.classes, source.train, source.test), (len(train), int(train.sum()), int(test.sum()))
-    if expected != found:
+    found = (len(train), int(train.sum()), int(test.sum()))
+    if source.counts != found:
         words = ("classes", "training images", "test images")
-        compared = zip(words, expected, found, strict=True)
+        compared = zip(words, source.counts, found, strict=True)
         names = [f"{what}: {there:,} instead of {due:,}" for what, due, there in compared if due != there]
         findings.append(Finding("the counts are not those of the public data set", "prepare it again", names))
     return findings
@@ -148,7 +148,7 @@ def _with_duplicates(report: DatasetCheck, dataset: DataSet, content: dict[str, 
     both = [digest for digest in first["test"] if digest in first["train"]]
     overlap = [f"{_label(dataset.train, 'train', first['train'][d])} = {_label(dataset.test, 'test', first['test'][d])}"
                for d in both]  # fmt: skip
-    public = SOURCES.get(report.name) is not None and SOURCES[report.name].classes is not None
+    public = report.name in SOURCES and SOURCES[report.name].counts is not None
     keep = "the public data set has them; leave them for comparable figures" if public else ""
     for names, what, remedy in (
         (overlap, "test images are among the training images, by content", "remove them from one of the two"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mambacl.data.images import FileImages, Images
+from mambacl.data.images import DecodedImages, Images
 from mambacl.errors import UserError
 
 
@@ -89,7 +89,7 @@ class DataSet:
             skipped += [f"{split}: {images.name(index)} {trouble}" for index, trouble in bad.items()]
             kept = np.setdiff1d(np.arange(len(images.labels)), np.array(list(bad), dtype=np.int64))
             images = images.subset(kept) if bad else images
-            if isinstance(images, FileImages):
+            if isinstance(images, DecodedImages):
                 images.checked = True
             splits.append(images)
             domains = domains and dataclasses.replace(domains, **{split: getattr(domains, split)[kept]})

@@ -1,4 +1,9 @@
-"""The images of a split, in memory or on disk, and image files of any kind as RGB bytes."""
+"""The images of a split, in memory or on disk, and image files of any kind as RGB bytes.
+
+PyTorch is loaded with the first image, so that data sets can be named and prepared without it.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -7,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from mambacl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -42,7 +48,7 @@ class Images(Protocol):
 
     def name(self, index: int) -> str: ...
 
-    def subset(self, indices: NDArray[np.int64]) -> "Images": ...
+    def subset(self, indices: NDArray[np.int64]) -> Images: ...
 
 
 class ArrayImages:
@@ -52,12 +58,12 @@ class ArrayImages:
         self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
 
     def image(self, index: int) -> Tensor:
-        pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[index]))
+        pixels = _tensor(np.ascontiguousarray(self.pixels[index]))
         return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
     def stack(self, indices: NDArray[np.int64]) -> Tensor:
         """(n, 3, h, w)."""
-        pixels = torch.from_numpy(self.pixels[indices])
+        pixels = _tensor(self.pixels[indices])
         images = pixels[:, None].expand(-1, 3, -1, -1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
         return images.contiguous()
 
@@ -78,30 +84,57 @@ class ArrayImages:
         content.update(self.labels.tobytes())
         return content.hexdigest()
 
-    def subset(self, indices: NDArray[np.int64]) -> "ArrayImages":
+    def subset(self, indices: NDArray[np.int64]) -> ArrayImages:
         return ArrayImages(self.pixels[indices], self.labels[indices])
 
 
-class FileImages:
-    """Image files, decoded when asked for. The digest covers names, sizes and labels, not the pixels."""
+class DecodedImages:
+    """Images that are decoded when asked for; a subclass says how."""
+
+    labels: NDArray[np.int64]
+    checked = False  # whether every image is known to be readable
+
+    def try_image(self, index: int) -> NDArray[np.uint8] | str:
+        """The image as (h, w, 3), or what is wrong with it."""
+        raise NotImplementedError
+
+    def refusal(self, index: int, trouble: str) -> UserError:
+        raise NotImplementedError
+
+    def image(self, index: int) -> Tensor:
+        pixels = self.try_image(index)
+        if isinstance(pixels, str):
+            raise self.refusal(index, pixels)
+        return _tensor(pixels).permute(2, 0, 1)
+
+    def check(self) -> None:
+        """Decodes every image, so that a bad one is found before the first task is trained."""
+        if not self.checked:
+            for _ in in_threads(self.image, range(len(self.labels))):
+                pass
+
+    def bad(self) -> dict[int, str]:
+        """The indices of the images that cannot be read, each with what is wrong."""
+        found = in_threads(self._trouble, range(len(self.labels)))
+        return {index: trouble for index, trouble in enumerate(found) if trouble is not None}
+
+    def _trouble(self, index: int) -> str | None:
+        pixels = self.try_image(index)
+        return pixels if isinstance(pixels, str) else None
+
+
+class FileImages(DecodedImages):
+    """Image files. The digest covers names, sizes and labels, not the pixels."""
 
     def __init__(self, root: Path, files: Sequence[Path], labels: NDArray[np.int64], checked: bool = False) -> None:
         self.root, self.files, self.labels = root, list(files), np.asarray(labels, dtype=np.int64)
         self.checked = checked
 
-    def image(self, index: int) -> Tensor:
-        return torch.from_numpy(decode(self.files[index])).permute(2, 0, 1)
+    def try_image(self, index: int) -> NDArray[np.uint8] | str:
+        return try_decode(self.files[index])
 
-    def check(self) -> None:
-        """Decodes every file, so that a bad one is found before the first task is trained."""
-        if not self.checked:
-            for _ in in_threads(decode, self.files):
-                pass
-
-    def bad(self) -> dict[int, str]:
-        """The numbers of the files that cannot be read, each with what is wrong."""
-        made = enumerate(in_threads(_trouble, self.files))
-        return {index: trouble for index, trouble in made if trouble is not None}
+    def refusal(self, index: int, trouble: str) -> UserError:
+        return _refusal(self.files[index], trouble)
 
     def name(self, index: int) -> str:
         """Its path below the root, where it lies there."""
@@ -118,24 +151,29 @@ class FileImages:
             content.update(f"{self.name(index)}:{size}\n".encode(errors="surrogateescape"))
         return content.hexdigest()
 
-    def subset(self, indices: NDArray[np.int64]) -> "FileImages":
+    def subset(self, indices: NDArray[np.int64]) -> FileImages:
         return FileImages(self.root, [self.files[i] for i in indices], self.labels[indices], self.checked)
 
 
-def _trouble(path: Path) -> str | None:
-    made = attempt(path)
-    return made if isinstance(made, str) else None
+def _tensor(pixels: NDArray[np.uint8]) -> Tensor:
+    import torch
+
+    return torch.from_numpy(pixels)
 
 
 def decode(path: Path) -> NDArray[np.uint8]:
     """The image as (h, w, 3), turned as its EXIF says; of an animation the first frame."""
-    made = attempt(path)
+    made = try_decode(path)
     if isinstance(made, str):
-        raise UserError(f"{path} {made}: repair or remove it, or leave bad images out (--skip-bad).")
+        raise _refusal(path, made)
     return made
 
 
-def attempt(path: Path) -> NDArray[np.uint8] | str:
+def _refusal(path: Path, trouble: str) -> UserError:
+    return UserError(f"{path} {trouble}: repair or remove it, or leave bad images out (--skip-bad).")
+
+
+def try_decode(path: Path) -> NDArray[np.uint8] | str:
     """The image, or what is wrong with its file."""
     try:
         data = path.read_bytes()

@@ -89,7 +89,7 @@ def _is_complete(name: str, root: Path, source: Source) -> bool:
     except (UserError, OSError):
         return False
     counts = (len(dataset.class_names), len(dataset.train.labels), len(dataset.test.labels))
-    return counts == (source.classes, source.train, source.test) and not missing(dataset)
+    return counts == source.counts and not missing(dataset)
 
 
 def _given_list(wanted: Download, lists: str | Path | None) -> str | None:

@@ -33,7 +33,7 @@ class Transforms:
         self.resize = config.resize or self.size
         self.mean = torch.tensor(config.mean or mean).view(1, 3, 1, 1)
         self.std = torch.tensor(config.std or std).view(1, 3, 1, 1)
-        self.augments, self.crops_itself = config.augment != "none", config.augment.startswith("autoaugment")
+        self.augments, self.uses_autoaugment = config.augment != "none", config.augment.startswith("autoaugment")
         self.padding = self.size // 8 if config.augment == "crop-flip" else 0
         self.engine = config.engine
 
@@ -84,7 +84,7 @@ class Transforms:
             return self.evaluate(image)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.augment(image if self.crops_itself else self.evaluate(image))
+            return self.augment(image if self.uses_autoaugment else self.evaluate(image))
 
     def normalize(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self.mean) / self.std

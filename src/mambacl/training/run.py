@@ -26,7 +26,7 @@ from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
 from mambacl.methods import METHODS, Method, Setup
-from mambacl.precision import float32_products, named
+from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.training import auditing, checkpoints
 from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder
@@ -113,7 +113,7 @@ def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
     """With `auto` replaced by what it stands for: in a run that is there already, by what that one has."""
     if config.precision != "auto":
         return config
-    found: Any = named(config.precision, pick_device(config.device)) if there is None else there.precision
+    found: Any = resolve_precision(config.precision, pick_device(config.device)) if there is None else there.precision
     return dataclasses.replace(config, precision=found)
 
 

@@ -38,9 +38,8 @@ class Source:
     summary: str
     layout: str
     """which files the root holds"""
-    classes: int | None = None
-    train: int | None = None
-    test: int | None = None
+    counts: tuple[int, int, int] | None = None
+    """classes, training images, test images, where they are fixed"""
     downloads: tuple[Download, ...] = ()
     lists: tuple[Download, ...] = ()
     """which images are for training and which for testing, where that is a file by itself"""

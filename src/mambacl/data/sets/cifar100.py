@@ -91,9 +91,7 @@ DATASETS.add("cifar100", cifar100)
 SOURCES["cifar100"] = Source(
     "CIFAR-100, 32 x 32 pixels",
     "cifar-100-python/{train,test,meta}",
-    100,
-    50000,
-    10000,
+    (100, 50_000, 10_000),
     downloads=(
         Download(
             "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",

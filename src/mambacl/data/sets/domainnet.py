@@ -59,9 +59,7 @@ DATASETS.add("domainnet-s200", domainnet_s200)
 SOURCES["domainnet-s200"] = Source(
     "200 classes of DomainNet, each from one domain, as in CPrompt, VPT-NSP and Mamba-CL",
     "DOMAIN/CLASS/*.jpg (six domains) and lists/sdomain_{train,val}.txt",
-    200,
-    47532,
-    20450,
+    (200, 47_532, 20_450),
     downloads=_archives,
     lists=(
         split_list(
@@ -78,9 +76,7 @@ DATASETS.add("domainnet-345", domainnet_345)
 SOURCES["domainnet-345"] = Source(
     "all 345 classes of DomainNet, as in CODA-Prompt and InfLoRA",
     "DOMAIN/CLASS/*.jpg (six domains) and lists/DOMAIN_{train,test}.txt",
-    345,
-    409832,
-    176743,
+    (345, 409_832, 176_743),
     downloads=_archives,
     lists=tuple(
         split_list(f"{ADDRESS}/domainnet/txt/{domain}_{split}.txt", sums[1 + number])

@@ -61,14 +61,12 @@ def _file(name: str, checksum: str, content: str) -> Download:
 
 
 DATASETS.add("fashion-mnist-small", fashion_mnist_small)
-SOURCES["fashion-mnist-small"] = Source("part of Fashion-MNIST, in the package", "nothing", 10, 2500, 1000)
+SOURCES["fashion-mnist-small"] = Source("part of Fashion-MNIST, in the package", "nothing", (10, 2500, 1000))
 DATASETS.add("fashion-mnist", fashion_mnist)
 SOURCES["fashion-mnist"] = Source(
     "Fashion-MNIST, 28 x 28 pixels, grey",
     "train-images-idx3-ubyte.gz and its three companions, .gz or not",
-    10,
-    60000,
-    10000,
+    (10, 60_000, 10_000),
     downloads=(
         _file(
             "train-images-idx3-ubyte.gz",

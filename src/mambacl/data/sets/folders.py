@@ -15,10 +15,7 @@ SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", "
 
 
 def image_folders(root: Path | None) -> DataSet:
-    root = required_root(root, "folders")
-    for split in ("train", "test"):
-        if not (root / split).is_dir():
-            raise UserError(f"There is no folder {root / split}; the layout is ROOT/train/CLASS/*, ROOT/test/CLASS/*.")
+    root = _root_with_splits(root, "folders")
     names = {split: subfolders(root / split) for split in ("train", "test")}
     if differing := sorted(set(names["train"]) ^ set(names["test"])):
         missing = "train" if differing[0] in names["test"] else "test"
@@ -27,13 +24,21 @@ def image_folders(root: Path | None) -> DataSet:
             ", or remove the other."
         )
     if not names["train"]:
-        raise UserError(f"{root / 'train'} holds no class folders; the layout is ROOT/train/CLASS/*.")
+        raise UserError(f"{root / 'train'} holds no class folders; the root holds {SOURCES['folders'].layout}.")
     return DataSet(
         root.resolve().name,
         names["train"],
         class_folders(root / "train", names["train"]),
         class_folders(root / "test", names["train"]),
     )
+
+
+def _root_with_splits(root: Path | None, name: str) -> Path:
+    root = required_root(root, name)
+    for split in ("train", "test"):
+        if not (root / split).is_dir():
+            raise UserError(f"There is no folder {root / split}; the root holds {SOURCES[name].layout}.")
+    return root
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -73,14 +78,8 @@ def images_under(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-LAYOUT = "the layout is ROOT/train/DOMAIN/CLASS/*, ROOT/test/DOMAIN/CLASS/*"
-
-
 def domain_folders(root: Path | None) -> DataSet:
-    root = required_root(root, "domain-folders")
-    for split in ("train", "test"):
-        if not (root / split).is_dir():
-            raise UserError(f"There is no folder {root / split}; {LAYOUT}.")
+    root = _root_with_splits(root, "domain-folders")
     domains = sorted({*subfolders(root / "train"), *subfolders(root / "test")})
     folders = {
         split: [(domain, name) for domain in domains for name in _classes(root / split / domain)]
@@ -88,7 +87,7 @@ def domain_folders(root: Path | None) -> DataSet:
     }
     names = sorted({name for found in folders.values() for _, name in found})
     if not names:
-        raise UserError(f"{root} holds no class folders; {LAYOUT}.")
+        raise UserError(f"{root} holds no class folders; it must hold {SOURCES['domain-folders'].layout}.")
     number = {name: position for position, name in enumerate(names)}
     splits: dict[str, FileImages] = {}
     of_image: dict[str, list[str]] = {}

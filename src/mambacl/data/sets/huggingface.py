@@ -8,49 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mambacl.data.dataset import DataSet, Domains
-from mambacl.data.images import DAMAGE, in_threads, reason, rgb
+from mambacl.data.images import DAMAGE, DecodedImages, reason, rgb
 from mambacl.data.sets import DATASETS, SOURCES, Source
 from mambacl.errors import UserError
 
 
-class RowImages:
+class RowImages(DecodedImages):
     """One split: rows with an image and a label. The digest is the library's own fingerprint of the rows, where there
     is one, with the labels."""
 
-    def __init__(self, rows: Any, image: str, labels: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        self.rows, self.column, self.labels, self.numbers = rows, image, labels, numbers
+    def __init__(
+        self, rows: Any, image: str, labels: NDArray[np.int64], numbers: NDArray[np.int64], checked: bool = False
+    ) -> None:
+        self.rows, self.column, self.labels, self.numbers, self.checked = rows, image, labels, numbers, checked
 
-    def image(self, index: int) -> Tensor:
-        made = self._attempt(index)
-        if isinstance(made, str):
-            raise UserError(
-                f"{self.name(index).capitalize()} {made}: remove it with `select`, or leave it out (--skip-bad)."
-            )
-        return made
-
-    def _attempt(self, index: int) -> Tensor | str:
-        """The image, or what is wrong with its row."""
+    def try_image(self, index: int) -> NDArray[np.uint8] | str:
         try:
-            return torch.from_numpy(rgb(self.rows[int(self.numbers[index])][self.column])).permute(2, 0, 1)
+            return rgb(self.rows[int(self.numbers[index])][self.column])
         except (*DAMAGE, AttributeError) as error:
             return f"holds no readable image ({reason(error)})"
 
-    def check(self) -> None:
-        for _ in in_threads(self.image, range(len(self.labels))):
-            pass
-
-    def bad(self) -> dict[int, str]:
-        made = enumerate(in_threads(self._trouble, range(len(self.labels))))
-        return {index: trouble for index, trouble in made if trouble is not None}
-
-    def _trouble(self, index: int) -> str | None:
-        made = self._attempt(index)
-        return made if isinstance(made, str) else None
+    def refusal(self, index: int, trouble: str) -> UserError:
+        name = self.name(index).capitalize()
+        return UserError(f"{name} {trouble}: remove it with `select`, or leave it out (--skip-bad).")
 
     def name(self, index: int) -> str:
         return f"row {self.numbers[index]}"
@@ -62,7 +45,7 @@ class RowImages:
         return content.hexdigest()
 
     def subset(self, indices: NDArray[np.int64]) -> "RowImages":
-        return RowImages(self.rows, self.column, self.labels[indices], self.numbers[indices])
+        return RowImages(self.rows, self.column, self.labels[indices], self.numbers[indices], self.checked)
 
 
 def from_huggingface(

@@ -15,9 +15,7 @@ DATASETS.add("imagenet-r", imagenet_r)
 SOURCES["imagenet-r"] = Source(
     "ImageNet-R in the split of CODA-Prompt",
     "imagenet-r/WNID/*.jpg and lists/imagenet_r_{train,val}.txt",
-    200,
-    24000,
-    6000,
+    (200, 24_000, 6000),
     downloads=(
         Download(
             "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar",

@@ -78,9 +78,7 @@ DATASETS.add("tiny-imagenet", tiny_imagenet)
 SOURCES["tiny-imagenet"] = Source(
     "Tiny-ImageNet, 64 x 64 pixels; its validation images are the test images",
     "tiny-imagenet-200/{train/WNID/images,val/images,val/val_annotations.txt}",
-    200,
-    100000,
-    10000,
+    (200, 100_000, 10_000),
     downloads=(
         Download(
             "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
@@ -92,7 +90,5 @@ DATASETS.add("tiny-imagenet-32", tiny_imagenet_32)
 SOURCES["tiny-imagenet-32"] = Source(
     "Tiny-ImageNet at 32 x 32 pixels in WebP sheets; not for comparison with published figures",
     "train-WNID.webp and val-NN.webp, 25 x 20 images each",
-    200,
-    100000,
-    10000,
+    (200, 100_000, 10_000),
 )
