@@ -1,4 +1,4 @@
-"""The operations of AutoAugment on whole batches (n, 3, h, w) of uint8, each image with its own magnitude.
+"""The operations of AutoAugment on batches (n, 3, h, w) of uint8, each image with its own magnitude.
 
 Each gives what torchvision's function of the same name gives for a tensor on the CPU, bit for bit, on any device:
 fractions are rounded where torchvision rounds them, and where its kernels round a product and a sum only once, so does

@@ -52,7 +52,7 @@ class DataSet:
         self.test.check()
 
     def limited(self, train_per_class: int | None, by_domain: bool = False) -> "DataSet":
-        """The first so many training images of each class, or of each class in each domain; all of them if None."""
+        """The first training images of each class, or of each class in each domain; all of them if None."""
         if train_per_class is None:
             return self
         if train_per_class < 1:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.data.images import ArrayImages, Images
+from mambacl.data.images import ArrayImages, Images, in_threads
 
 Group = tuple[NDArray[np.int64], Tensor]  # where images stand among those asked for, and the images: all of one size
 
@@ -66,7 +65,7 @@ class CachedImages:
         return self._all is not None and self._all.device.type == self.device.type
 
     def groups(self, places: NDArray[np.int64], most: int) -> Iterator[Group]:
-        """The images at these places, in groups of one size and of at most so many values (but one image at least)."""
+        """The images at these places, in groups of one size and of at most `most` values (but one image at least)."""
         if self._all is not None:  # no need to look
             sizes, which = self.sizes[:1], np.zeros(len(places), dtype=np.int64)
         else:
@@ -87,8 +86,7 @@ class CachedImages:
         return _pinned(torch.stack(images), self.device)
 
     def _read(self, indices: NDArray[np.int64]) -> Iterator[Tensor]:
-        with ThreadPoolExecutor() as threads:
-            yield from threads.map(self.images.image, [int(index) for index in indices])
+        return in_threads(self.images.image, map(int, indices))
 
 
 class ImageCache:

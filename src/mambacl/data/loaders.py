@@ -1,13 +1,13 @@
 """Batches of images and labels: image by image on the CPU, or in blocks of many batches on the device.
 
-In blocks, the host samples the random parameters of a whole epoch and reads nothing back; the device does the rest.
+In blocks, the host samples the random parameters of an epoch and reads nothing back; the device does the rest.
 Blocks are cut to what memory allows, and their size changes nothing in what the model sees.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,79 +23,54 @@ from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 
 Batch = tuple[Tensor, Tensor]
-Sample = tuple[int, int | None]  # an image's index, and its augmentation's seed (None: as in evaluation)
-
-
-def cpu_loader(
-    images: Images,
-    labels: NDArray[np.int64],
-    transforms: Transforms,
-    samples: Sequence[Sample],
-    batch_size: int,
-    workers: int,
-) -> Iterable[Batch]:
-    batches = [list(samples[i : i + batch_size]) for i in range(0, len(samples), batch_size)]
-    view = _Batches(images, labels, transforms)
-    return _InProcess(view, batches) if workers == 0 else _WithWorkers(view, batches, workers)
-
-
-class _Batches(Dataset[Any]):
-    """Makes a batch from its samples, in whichever process the loader runs."""
-
-    def __init__(self, images: Images, labels: NDArray[np.int64], transforms: Transforms) -> None:
-        self.images, self.labels, self.transforms = images, labels, transforms
-
-    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
-        transforms = self.transforms
-        pixels = []
-        for index, seed in samples:
-            image = self.images.image(index)
-            pixels.append(transforms.evaluate(image) if seed is None else transforms.train(image, seed))
-        labels = self.labels[[index for index, _ in samples]]
-        return transforms.normalize(torch.stack(pixels)), torch.from_numpy(labels)
+Sample = tuple[int, int | None]  # an image's index, and the seed of its augmentation (None: as in evaluation)
 
 
 @dataclass(frozen=True)
-class _InProcess:
-    """The loader without workers: no processes, no queues."""
+class CpuLoader:
+    """Batches made image by image on the CPU, in other processes if there are workers."""
 
-    view: _Batches
-    batches: list[list[Sample]]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self.view.__getitems__(batch) for batch in self.batches)
-
-
-@dataclass(frozen=True)
-class _WithWorkers:
-    """PyTorch's loader: other processes prepare the batches."""
-
-    view: _Batches
-    batches: list[list[Sample]]
+    images: Images
+    labels: NDArray[np.int64]
+    transforms: Transforms
+    samples: Sequence[Sample]
+    batch_size: int
     workers: int
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return -(-len(self.samples) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        starts = range(0, len(self.samples), self.batch_size)
+        batches = [self.samples[start : start + self.batch_size] for start in starts]
+        return self._from_workers(batches) if self.workers else map(self.__getitems__, batches)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """One batch. PyTorch's loader calls it, too."""
+        pixels = []
+        for index, seed in samples:
+            image = self.images.image(index)
+            pixels.append(self.transforms.evaluate(image) if seed is None else self.transforms.train(image, seed))
+        labels = self.labels[[index for index, _ in samples]]
+        return self.transforms.normalize(torch.stack(pixels)), torch.from_numpy(labels)
+
+    def _from_workers(self, batches: list[Sequence[Sample]]) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(
-            self.view,
-            batch_sampler=self.batches,
+            cast(Dataset[Any], self),
+            batch_sampler=cast(Any, batches),
             num_workers=self.workers,
             collate_fn=_collated,
             pin_memory=torch.cuda.is_available(),
         )
         try:
             yield from loader
-        except UserError as error:  # comes with the worker's whole traceback; its last line is ours
+        except UserError as error:  # comes with the worker's traceback; its last line is ours
             sentence = str(error).strip().splitlines()[-1]
             raise UserError(sentence.removeprefix(f"{UserError.__module__}.UserError: ")) from None
 
 
 def _collated(batch: Any) -> Any:
+    """`__getitems__` has done it already."""
     return batch
 
 
@@ -132,7 +107,7 @@ class BatchedLoader:
                 yield images[part], labels[block][part]
 
     def _blocks(self, most: int) -> list[slice]:
-        """Consecutive batches with at most so many values before or after the transforms; at least one batch each."""
+        """Consecutive batches with at most `most` values before or after the transforms; at least one batch each."""
         each = 3 * np.maximum(self.images.sizes[self.places].prod(1), self.transforms.size**2)
         starts = range(0, len(self.places), self.batch_size)
         blocks: list[slice] = []

@@ -2,8 +2,7 @@
 or its domains one after another."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,8 +13,7 @@ from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.config import StreamConfig
 from mambacl.data.dataset import DataSet
 from mambacl.data.image_cache import ImageCache
-from mambacl.data.images import Images
-from mambacl.data.loaders import Batch, BatchedLoader, Sample, cpu_loader
+from mambacl.data.loaders import Batch, BatchedLoader, CpuLoader
 from mambacl.data.sets import open_dataset
 from mambacl.data.tasks import domains_in_order, tasks_of
 from mambacl.data.transforms import Transforms
@@ -79,66 +77,62 @@ class Stream:
 
     def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Iterable[Batch]:
         """The task's images, shuffled and augmented; an epoch walks through them `repeats` times."""
-        indices = self._train[task]
-        positions = self._order(task, epoch, repeats * len(indices))
-        if self._batched is not None:
-            return self._train_blocks(task, positions % len(indices), batch_size, mix_seeds(self.seed, task, epoch, 1))
-        samples = [(int(indices[p % len(indices)]), mix_seeds(self.seed, task, epoch, int(p))) for p in positions]
-        return self._loader(self.dataset.train, self._train_labels, samples, batch_size)
+        numbers = (self.seed, task, epoch)
+        order = np.random.Generator(np.random.PCG64(numbers)).permutation(repeats * self.train_count(task))
+
+        def seed(position: int | None) -> int:
+            return mix_seeds(*numbers, 1 if position is None else position)
+
+        return self._batches("train", task, order, batch_size, self.transforms, seed)
 
     def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
         """The task's training images in the order of the data set, as in evaluation unless the configuration has
         another transform for the covariances, whose images these are."""
         transforms = self.transforms.covariance
-        if self._batched is not None:
-            seed = mix_seeds(self.seed, task, COVARIANCE_PASS) if transforms.augments else None
-            blocks = self._train_blocks(task, np.arange(self.train_count(task)), batch_size, seed)
-            return replace(blocks, transforms=BatchedTransforms(transforms, self._batched.device))
-        samples = [
-            (int(i), mix_seeds(self.seed, task, COVARIANCE_PASS, place) if transforms.augments else None)
-            for place, i in enumerate(self._train[task])
-        ]
-        return self._loader(self.dataset.train, self._train_labels, samples, batch_size, transforms)
+        numbers = (self.seed, task, COVARIANCE_PASS)
+
+        def seed(position: int | None) -> int:
+            return mix_seeds(*numbers) if position is None else mix_seeds(*numbers, position)
+
+        places = np.arange(self.train_count(task))
+        return self._batches("train", task, places, batch_size, transforms, seed if transforms.augments else None)
 
     def some_images(self, task: int, count: int) -> torch.Tensor:
         """Up to `count` training images of the task, spread evenly over it, as in evaluation."""
-        indices = self._train[task]
-        chosen = np.unique(np.linspace(0, len(indices) - 1, min(count, len(indices))).round().astype(int))
-        if self._batched is not None:
-            [(images, _)] = self._train_blocks(task, chosen, len(chosen), None)
-            return images
-        samples = [(int(i), None) for i in indices[chosen]]
-        [(images, _)] = self._loader(self.dataset.train, self._train_labels, samples, len(chosen))
+        last = self.train_count(task) - 1
+        chosen = np.unique(np.linspace(0, last, min(count, last + 1)).round().astype(int))
+        [(images, _)] = self._batches("train", task, chosen, len(chosen), self.transforms)
         return images
 
     def test_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
-        if self._batched is not None:
-            indices = self._test[task]
-            cached = self._cache.test(task, self.dataset.test, indices)
-            labels = self._test_labels[indices]
-            return BatchedLoader(self._batched, cached, np.arange(len(indices)), labels, batch_size, None)
-        samples = [(int(i), None) for i in self._test[task]]
-        return self._loader(self.dataset.test, self._test_labels, samples, batch_size)
+        return self._batches("test", task, np.arange(len(self._test[task])), batch_size, self.transforms)
 
-    def _train_blocks(self, task: int, places: NDArray[np.int64], batch_size: int, seed: int | None) -> BatchedLoader:
-        """Of the task's training images those at `places`, in blocks on the device."""
-        assert self._batched is not None
-        indices = self._train[task]
-        cached = self._cache.train(task, self.dataset.train, indices)
-        return BatchedLoader(self._batched, cached, places, self._train_labels[indices[places]], batch_size, seed)
-
-    def _order(self, task: int, epoch: int, count: int) -> NDArray[np.int64]:
-        return np.random.Generator(np.random.PCG64([self.seed, task, epoch])).permutation(count)
-
-    def _loader(
+    def _batches(
         self,
-        images: Images,
-        labels: NDArray[np.int64],
-        samples: Sequence[Sample],
+        split: Literal["train", "test"],
+        task: int,
+        positions: NDArray[np.int64],
         batch_size: int,
-        transforms: Transforms | None = None,
+        transforms: Transforms,
+        seed: Callable[[int | None], int] | None = None,
     ) -> Iterable[Batch]:
-        return cpu_loader(images, labels, transforms or self.transforms, samples, batch_size, self.workers)
+        """The task's images at these positions, which count on where an epoch walks through the images again. `seed` is
+        that of the augmentation: of a position, or of all for None; without it, images are as in evaluation."""
+        training = split == "train"
+        images = self.dataset.train if training else self.dataset.test
+        labels = self._train_labels if training else self._test_labels
+        indices = self._train[task] if training else self._test[task]
+        places = positions % len(indices)
+        if self._batched is None:
+            seeds = (None if seed is None else seed(int(position)) for position in positions)
+            samples = list(zip(indices[places].tolist(), seeds, strict=True))
+            return CpuLoader(images, labels, transforms, samples, batch_size, self.workers)
+        cached = (self._cache.train if training else self._cache.test)(task, images, indices)
+        batched = (
+            self._batched if transforms is self.transforms else BatchedTransforms(transforms, self._batched.device)
+        )
+        common = None if seed is None else seed(None)
+        return BatchedLoader(batched, cached, places, labels[indices[places]], batch_size, common)
 
     def describe(self) -> dict[str, Any]:
         """What identifies the stream, for stream.json and results.json."""
