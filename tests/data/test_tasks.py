@@ -1,16 +1,15 @@
-"""Streams: first tasks of another size, orders from files, validation images."""
+"""Class orders and tasks."""
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from data_help import MEAN, STD, make_tree
+from data_help import MEAN, STD
 from small_run import CONFIG
 
 import mambacl
 from mambacl.cli import main
 from mambacl.config import resolve
-from mambacl.data import FileImages, StreamConfig, class_order, open_dataset, open_stream, split_into_tasks
+from mambacl.data import StreamConfig, class_order, open_stream, split_into_tasks
 from mambacl.errors import UserError
 
 
@@ -40,8 +39,8 @@ def test_a_first_task_of_another_size() -> None:
         ("coda-prompt", 0, list(range(10))),
     ],
 )
-def test_the_first_ten_classes_of_each_order(name: str, seed: int, first: list[int]) -> None:
-    assert class_order(name, 100, seed)[:10] == first
+def test_class_orders_of_the_public_code_bases(name: str, seed: int, first: list[int]) -> None:
+    assert class_order(name, 100, seed)[:10] == first and sorted(class_order(name, 100, seed)) == list(range(100))
     for other in (1, 2026):
         assert sorted(class_order(name, 200, other)) == list(range(200))
 
@@ -73,37 +72,23 @@ def test_a_run_has_its_order_when_the_file_is_gone(tmp_path: Path) -> None:
     assert main(["data", "show", str(tmp_path / "run"), "--out", str(tmp_path / "tasks.png")]) == 0
 
 
-def test_validation_images_come_from_training_only(tmp_path: Path) -> None:
-    make_tree(tmp_path, ("ant", "bee"), train=10, test=2)
-    config = StreamConfig(dataset="folders", root=str(tmp_path), tasks=2, validation=0.2)
-    stream = open_stream(config, 8, MEAN, STD, seed=3, workers=0)
-    train, test = stream.dataset.train, stream.dataset.test
-    assert isinstance(train, FileImages) and isinstance(test, FileImages)
-    assert np.bincount(train.labels).tolist() == [8, 8] and np.bincount(test.labels).tolist() == [2, 2]
-    assert all("train" in path.parts for path in test.files) and not set(train.files) & set(test.files)
-    said = stream.describe()
-    assert said["validation"] == 0.2 and said["test"] == [2, 2]
-    again = open_stream(config, 8, MEAN, STD, seed=4, workers=0)
-    assert again.describe()["fingerprint"] == said["fingerprint"]  # the same images whatever the run's seed
-    plain = open_stream(StreamConfig(dataset="folders", root=str(tmp_path), tasks=2), 8, MEAN, STD, seed=3, workers=0)
-    assert "validation" not in plain.describe()
-    for share in (0.0, 1.0, -1.0):
-        with pytest.raises(UserError, match="between 0 and 1"):
-            StreamConfig(validation=share)
-    with pytest.raises(UserError, match="'ant' has one training image"):
-        open_dataset("folders", tmp_path).limited(1).with_validation(0.5)
+def test_an_order_starts_from_its_code_bases_seed() -> None:
+    assert class_order("pilot", 100) == class_order("pilot", 100, 1993)
+    assert class_order("mamba-cl", 100) != class_order("mamba-cl", 100, 2025)
+    assert class_order("coda-prompt", 100, 1) != list(range(100))
 
 
-def test_own_tasks_of_a_manifest(tmp_path: Path) -> None:
-    make_tree(tmp_path, ("ant", "bee", "cow"))
-    rows = ["path,label,split,task"]
-    for name, task in (("ant", 2), ("bee", 10), ("cow", 2)):
-        rows += [f"train/{name}/{i}.png,{name},train,{task}" for i in range(3)] + [
-            f"test/{name}/0.png,{name},test,{task}"
-        ]
-    (tmp_path / "list.csv").write_text("\n".join(rows))
-    config = StreamConfig(dataset="manifest", root=str(tmp_path / "list.csv"), own_tasks=True)
-    stream = open_stream(config, 8, MEAN, STD, seed=0, workers=0)
-    assert stream.tasks == [[0, 2], [1]] and stream.describe()["train"] == [6, 3]
-    labels = [label for _, part in stream.train_batches(1, 0, 10) for label in part.tolist()]
-    assert labels == [2, 2, 2]
+@pytest.mark.parametrize("order", ["alphabetic", [0, 1, 1], [0, 1], [1, 2, 3]])
+def test_wrong_orders(order: str | list[int]) -> None:
+    with pytest.raises(UserError, match="class order"):
+        class_order(order, 3)
+
+
+def test_tasks_even_uneven_and_wrong() -> None:
+    assert split_into_tasks([3, 1, 2, 0], 2) == [[3, 1], [2, 0]]
+    assert split_into_tasks(range(7), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert split_into_tasks([3, 1, 2, 0], [1, 3]) == [[3], [1, 2, 0]]
+    assert split_into_tasks(range(3), 3) == [[0], [1], [2]]  # an increment of one keeps its last class
+    for tasks in (0, 5, [1, 2], [4, 0], [5, -1]):
+        with pytest.raises(UserError, match=r"tasks|sizes"):
+            split_into_tasks(range(4), tasks)

@@ -1,4 +1,4 @@
-"""Data sets, class orders, tasks and batches."""
+"""Streams of tasks and their batches."""
 
 import pickle
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_help import make_tree
 from PIL import Image
 
 from mambacl.data import (
     ArrayImages,
     DataSet,
+    FileImages,
     Stream,
     StreamConfig,
     TransformConfig,
     Transforms,
-    class_order,
     open_dataset,
     open_stream,
-    split_into_tasks,
 )
 from mambacl.data.sets.cifar100 import cifar100, read_arrays
 from mambacl.errors import UserError
@@ -34,46 +34,6 @@ def small_stream(augment: str = "none", seed: int = 0, workers: int = 0, **optio
     dataset = DataSet("random", [f"class {c}" for c in range(6)], train, test)
     transforms = Transforms(TransformConfig(augment=augment), 8, MEAN, STD)  # type: ignore[arg-type]
     return Stream(dataset, transforms, options.pop("tasks", 3), seed=seed, workers=workers, **options)  # type: ignore[arg-type]
-
-
-# Orders
-
-
-@pytest.mark.parametrize(
-    ("name", "seed", "first"),
-    [
-        ("pilot", 1993, [68, 56, 78, 8, 23, 84, 90, 65, 74, 76]),
-        ("mamba-cl", 2024, [55, 17, 75, 11, 2, 29, 49, 48, 41, 45]),
-        ("natural", None, [0, 1, 2, 3]),
-        ("coda-prompt", 0, [0, 1, 2, 3]),
-    ],
-)
-def test_class_orders_of_the_public_code_bases(name: str, seed: int | None, first: list[int]) -> None:
-    order = class_order(name, 100, seed)
-    assert order[: len(first)] == first
-    assert sorted(order) == list(range(100))
-
-
-def test_an_order_starts_from_its_code_bases_seed() -> None:
-    assert class_order("pilot", 100) == class_order("pilot", 100, 1993)
-    assert class_order("mamba-cl", 100) != class_order("mamba-cl", 100, 2025)
-    assert class_order("coda-prompt", 100, 1) != list(range(100))
-
-
-@pytest.mark.parametrize("order", ["alphabetic", [0, 1, 1], [0, 1], [1, 2, 3]])
-def test_wrong_orders(order: str | list[int]) -> None:
-    with pytest.raises(UserError, match="class order"):
-        class_order(order, 3)
-
-
-def test_tasks_even_uneven_and_wrong() -> None:
-    assert split_into_tasks([3, 1, 2, 0], 2) == [[3, 1], [2, 0]]
-    assert split_into_tasks(range(7), 3) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert split_into_tasks([3, 1, 2, 0], [1, 3]) == [[3], [1, 2, 0]]
-    assert split_into_tasks(range(3), 3) == [[0], [1], [2]]  # an increment of one keeps its last class
-    for tasks in (0, 5, [1, 2], [4, 0], [5, -1]):
-        with pytest.raises(UserError, match=r"tasks|sizes"):
-            split_into_tasks(range(4), tasks)
 
 
 # Batches
@@ -264,3 +224,42 @@ def test_the_official_cifar100_meta_is_admitted() -> None:
     data = (OFFICIAL / "meta").read_bytes()
     assert _has_official_md5(data, "meta")
     assert read_arrays(data)[b"fine_label_names"][0] == b"apple"
+
+
+# From a configuration
+
+
+def test_validation_images_come_from_training_only(tmp_path: Path) -> None:
+    make_tree(tmp_path, ("ant", "bee"), train=10, test=2)
+    config = StreamConfig(dataset="folders", root=str(tmp_path), tasks=2, validation=0.2)
+    stream = open_stream(config, 8, MEAN, STD, seed=3, workers=0)
+    train, test = stream.dataset.train, stream.dataset.test
+    assert isinstance(train, FileImages) and isinstance(test, FileImages)
+    assert np.bincount(train.labels).tolist() == [8, 8] and np.bincount(test.labels).tolist() == [2, 2]
+    assert all("train" in path.parts for path in test.files) and not set(train.files) & set(test.files)
+    said = stream.describe()
+    assert said["validation"] == 0.2 and said["test"] == [2, 2]
+    again = open_stream(config, 8, MEAN, STD, seed=4, workers=0)
+    assert again.describe()["fingerprint"] == said["fingerprint"]  # the same images whatever the run's seed
+    plain = open_stream(StreamConfig(dataset="folders", root=str(tmp_path), tasks=2), 8, MEAN, STD, seed=3, workers=0)
+    assert "validation" not in plain.describe()
+    for share in (0.0, 1.0, -1.0):
+        with pytest.raises(UserError, match="between 0 and 1"):
+            StreamConfig(validation=share)
+    with pytest.raises(UserError, match="'ant' has one training image"):
+        open_dataset("folders", tmp_path).limited(1).with_validation(0.5)
+
+
+def test_own_tasks_of_a_manifest(tmp_path: Path) -> None:
+    make_tree(tmp_path, ("ant", "bee", "cow"))
+    rows = ["path,label,split,task"]
+    for name, task in (("ant", 2), ("bee", 10), ("cow", 2)):
+        rows += [f"train/{name}/{i}.png,{name},train,{task}" for i in range(3)] + [
+            f"test/{name}/0.png,{name},test,{task}"
+        ]
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    config = StreamConfig(dataset="manifest", root=str(tmp_path / "list.csv"), own_tasks=True)
+    stream = open_stream(config, 8, MEAN, STD, seed=0, workers=0)
+    assert stream.tasks == [[0, 2], [1]] and stream.describe()["train"] == [6, 3]
+    labels = [label for _, part in stream.train_batches(1, 0, 10) for label in part.tolist()]
+    assert labels == [2, 2, 2]

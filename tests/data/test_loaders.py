@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from small_run import CONFIG
-from test_batched_ops import VECTORS
+from test_batched_transforms import VECTORS
 from tolerance import assert_counts_alike
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
