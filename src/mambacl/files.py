@@ -80,6 +80,10 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def write_json(path: Path, content: object) -> None:
+    write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
 def write_stream(path: Path, source: IO[bytes]) -> None:
     """A file from a stream, atomically. Nothing is flushed: data sets have hundreds of thousands of files. A killed
     process leaves at most one unfinished file per folder, which the next one replaces."""

@@ -1,6 +1,5 @@
 """`mambacl bench`: how fast this machine does it, part by part, with the ratios taken within one run."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from mambacl.bench.shapes import SHAPES
 from mambacl.bench.sizes import Sizes, default_sizes
 from mambacl.bench.timing import Clock, copy_speed
 from mambacl.errors import UserError
-from mambacl.files import write_bytes
+from mambacl.files import write_json
 from mambacl.log import logger
 from mambacl.registry import did_you_mean
 from mambacl.training.run import pick_device
@@ -63,7 +62,7 @@ def bench(
             show(text(found[name]))
             made = record(where, options, speed, found)
             if json_file is not None:  # after each part, so that an interruption loses no figures
-                write_bytes(json_file, (json.dumps(made, indent=1) + "\n").encode())
+                write_json(json_file, made)
     return made
 
 
