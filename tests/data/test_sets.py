@@ -55,8 +55,8 @@ def test_the_counts_of_the_public_lists(tmp_path: Path, name: str, tasks: int) -
     assert (200, sum(stream.train_count(t) for t in range(tasks)), sum(stream.test_counts())) == counts
     if name == "imagenet-r" and tasks == 100:
         assert min(stream.test_counts()) >= 20
-        counts = np.bincount(dataset.train.labels), np.bincount(dataset.test.labels)
-        assert [(c.min(), c.max()) for c in counts] == [(38, 354), (5, 81)]
+        per_class = np.bincount(dataset.train.labels), np.bincount(dataset.test.labels)
+        assert [(c.min(), c.max()) for c in per_class] == [(38, 354), (5, 81)]
 
 
 @needs_lists
@@ -226,7 +226,7 @@ def test_digits_are_no_fashion(
         images, labels = np.zeros((10, 28, 28), dtype=np.uint8), np.arange(10, dtype=np.uint8)
         (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
         (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
-    monkeypatch.setitem(SOURCES, "fashion-mnist", replace(SOURCES["fashion-mnist"], train=10, test=10))
+    monkeypatch.setitem(SOURCES, "fashion-mnist", replace(SOURCES["fashion-mnist"], counts=(10, 10, 10)))
     with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz is not .*move it away"):
         prepare("fashion-mnist", tmp_path)
     assert main(["data", "check", "fashion-mnist", "--root", str(tmp_path)]) == 1
