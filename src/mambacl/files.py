@@ -1,6 +1,6 @@
 """Files: atomic writes, locks, checksums, downloads, and tensors on disk.
 
-PyTorch is loaded only for tensors, so that options can be checked without it.
+PyTorch is loaded only for tensors and the network only for downloads, so that options can be checked without them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,9 @@ from __future__ import annotations
 import errno
 import gzip
 import hashlib
-import http.client
 import json
 import os
 import shutil
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -197,6 +194,9 @@ def download(
 ) -> None:
     """Downloads a file, from where an earlier call broke off if the checksum is known. The file has its name only when
     it is complete and right. `otherwise` says what to do where there is no network."""
+    from http.client import HTTPException
+    from urllib.error import URLError
+
     make_folder(path.parent)
     with locked(path.with_name(f".{path.name}.lock")):
         if path.exists():  # another process has fetched it
@@ -208,7 +208,7 @@ def download(
             expected = _fetch(url, part, begun)
         except UserError:
             raise
-        except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        except (URLError, HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"Could not download {url} ({reason}): try again, or {otherwise}.") from None
         size = part.stat().st_size
@@ -226,6 +226,9 @@ def download(
 
 def _fetch(url: str, part: Path, begun: int) -> int | None:
     """Appends to the part if the server can, else starts over. Returns the size of the complete file, if known."""
+    import urllib.error
+    import urllib.request
+
     request = urllib.request.Request(url, headers={"Range": f"bytes={begun}-"} if begun else {})
     try:
         response = urllib.request.urlopen(request, timeout=60)

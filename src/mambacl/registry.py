@@ -17,12 +17,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def unknown(noun: str, name: str, known: Iterable[str]) -> UserError:
-    """For a name that is not among those known."""
-    known = list(known)
-    return UserError(f"There is no {noun} '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-
-
 class Registry(Generic[T]):
     def __init__(self, noun: str, group: str, own: Mapping[str, str] | None = None) -> None:
         """`noun` for error messages; `group` is the entry point group whose members are imported at the first
@@ -48,7 +42,8 @@ class Registry(Generic[T]):
         """Refuses a name that is not there, without importing what has it."""
         self._load()
         if name not in self.known():
-            raise unknown(self.noun, name, self.known())
+            hint = did_you_mean(name, self.known())
+            raise UserError(f"There is no {self.noun} '{name}'.{hint} Known: {', '.join(self.known())}.")
 
     def get(self, name: str) -> T:
         self.check(name)
@@ -67,5 +62,5 @@ class Registry(Generic[T]):
                     self._loaded = False
                     raise UserError(
                         f"The {self.noun} '{point.name}' of another package ({point.value}) cannot be loaded "
-                        f"({type(error).__name__}: {error}): repair or uninstall that package."
+                        f"({type(error).__name__}: {error}): mend or uninstall that package."
                     ) from error

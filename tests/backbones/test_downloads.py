@@ -10,7 +10,6 @@ import urllib.error
 import pytest
 import torch
 
-from mambacl import files
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import cache_folder, weights_file
 from mambacl.backbones.registry import MODELS, PublicWeights
@@ -50,7 +49,7 @@ class Network:
 @pytest.fixture
 def network(monkeypatch):
     answering = Network()
-    monkeypatch.setattr(files.urllib.request, "urlopen", answering.urlopen)
+    monkeypatch.setattr("urllib.request.urlopen", answering.urlopen)
     return answering
 
 

@@ -1,7 +1,7 @@
 """Class orders, and tasks cut from them: groups of classes, or domains with the same classes in each.
 
-Orders are the conventions of the public code bases, by name; a seed means nothing across them. Without PyTorch: options
-are checked before it is loaded.
+Orders are the conventions of the public code bases, by name; a seed means nothing across them. Without PyTorch and
+NumPy: options are checked before they are loaded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from mambacl.errors import UserError
 from mambacl.files import expanded
@@ -29,11 +27,15 @@ def natural(classes: int, seed: int) -> list[int]:
 
 def pilot(classes: int, seed: int) -> list[int]:
     """PILOT, PyCIL and CPrompt (their usual seed is 1993)."""
+    import numpy as np  # here, because options are checked without it
+
     return np.random.RandomState(seed).permutation(classes).tolist()
 
 
 def mamba_cl(classes: int, seed: int) -> list[int]:
     """The public Mamba-CL and VPT-NSP (seeds 2024, 2025, 2026)."""
+    import numpy as np
+
     order = np.arange(classes)
     np.random.Generator(np.random.PCG64(seed)).shuffle(order)
     return order.tolist()
@@ -155,6 +157,8 @@ def domains_in_order(
     dataset: DataSet, order: str | Sequence[int] = "natural", order_seed: int | None = None
 ) -> Domains:
     """The data set's domains, numbered in the order in which they are learned."""
+    import numpy as np
+
     domains = dataset.domains
     if domains is None:
         raise UserError(
@@ -169,6 +173,8 @@ def domains_in_order(
 
 
 def _refuse_unusable(dataset: DataSet, domains: Domains) -> None:
+    import numpy as np
+
     for split, numbers in (("training", domains.train), ("test", domains.test)):
         counts = np.bincount(numbers, minlength=len(domains.names))
         if (counts == 0).any():
@@ -183,6 +189,8 @@ def _refuse_unusable(dataset: DataSet, domains: Domains) -> None:
 
 def class_in_several(dataset: DataSet, domains: Domains) -> str | None:
     """Which class is in more than one of them, in words; None where no class is."""
+    import numpy as np
+
     classes = len(dataset.class_names)
     both = [(domains.train, dataset.train.labels), (domains.test, dataset.test.labels)]
     pairs = np.unique(np.concatenate([numbers + len(domains.names) * labels for numbers, labels in both]))
