@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_help import SHARED, make_tree, picture
+from data_help import SHARED, make_bad, make_tree, picture
 from PIL import Image
-from test_data_bad_input import make_bad
 
 from mambacl.cli import main
 from mambacl.data import DATASETS, ArrayImages, DataSet, check_dataset, open_dataset

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_help import MEAN, STD, make_tree, picture, write_images
+from data_help import MEAN, STD, make_bad, make_tree, picture, write_images
 from PIL import Image
 from small_run import CONFIG
 
@@ -28,16 +28,6 @@ def test_a_test_class_that_training_lacks(tmp_path: Path) -> None:
     write_images([tmp_path / "test" / "cow" / "0.png"])
     with pytest.raises(UserError, match=r"'cow' in only one of train and test: make .*train/cow"):
         open_dataset("folders", tmp_path)
-
-
-def make_bad(root: Path) -> Path:
-    make_tree(root, train=4)
-    (root / "train" / "ant" / "0.png").write_bytes(b"")
-    whole = (root / "train" / "ant" / "1.png").read_bytes()
-    (root / "train" / "ant" / "1.png").write_bytes(whole[: len(whole) // 2])
-    (root / "test" / "bee" / "0.png").write_bytes(b"not a picture")
-    (root / "train" / "bee" / "link.png").symlink_to(root / "nowhere.png")
-    return root
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from data_help import MEAN, STD, make_tree
+from data_help import MEAN, STD, Rows, make_tree
 from domains_help import CLASSES, DOMAINS, make_domains, write_manifest
 from PIL import Image
 from reports_help import make_run
 from safetensors.torch import load_file
 from small_run import CONFIG
-from test_data_sets import Rows
 from tolerance import assert_counts_alike
 from training_help import assert_same_run, interrupted_after
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_help import LISTS, MEAN, SHARED, STD, make_tree, needs_lists, picture, write_images
+from data_help import LISTS, MEAN, SHARED, STD, Rows, make_tree, needs_lists, picture, write_images
 from PIL import UnidentifiedImageError
 
 from mambacl.cli import main
@@ -367,21 +367,6 @@ def test_a_parquet_manifest_of_pyarrow(tmp_path: Path) -> None:
 
 
 # Hugging Face
-
-
-class Rows:
-    """As much of a `datasets.Dataset` as is used."""
-
-    def __init__(self, labels: list[Any], names: list[str] | None) -> None:
-        self.labels, self.features = labels, {"image": object(), "label": SimpleNamespace(names=names)}
-        if names is None:
-            self.features["label"] = object()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.labels if isinstance(key, str) else {"image": picture(key), "label": self.labels[key]}
 
 
 @pytest.mark.parametrize(("labels", "names"), [([0, 1, 1], ["cat", "dog"]), (["cat", "dog", "dog"], None)])
