@@ -202,14 +202,14 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-    """The results in their order; only a few are under way at a time, and an error stops the rest."""
-    with ThreadPoolExecutor() as threads:
+def in_threads(work: Callable[[A], B], items: Iterable[A], threads: int | None = None, ahead: int = 64) -> Iterator[B]:
+    """The results in order; at most `ahead` are computed before they are needed, and an error stops the rest."""
+    with ThreadPoolExecutor(threads) as pool:
         under_way: deque[Future[B]] = deque()
         try:
             for item in items:
-                under_way.append(threads.submit(work, item))
-                if len(under_way) > 64:
+                under_way.append(pool.submit(work, item))
+                if len(under_way) > ahead:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()

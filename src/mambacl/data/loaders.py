@@ -4,8 +4,7 @@ In blocks, the host samples the random parameters of an epoch and reads nothing 
 Blocks are cut to what memory allows, and their size changes nothing in what the model sees.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from mambacl.data.augment_params import AugmentParams
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.image_cache import CachedImages, Group, free_bytes, on_device
-from mambacl.data.images import Images
+from mambacl.data.images import Images, in_threads
 from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 
@@ -99,7 +98,11 @@ class BatchedLoader:
             params = self.transforms.sample(rng, self.images.sizes[self.places])
         most = block_values(self.transforms.device)
         blocks = self._blocks(most)
-        groups = _prefetched([self._groups(block, most) for block in blocks], not self.images.on_device)
+
+        def read(block: slice) -> list[Group]:
+            return list(self.images.groups(self.places[block], most))
+
+        groups = map(read, blocks) if self.images.on_device else in_threads(read, blocks, threads=1, ahead=1)
         for block, found in zip(blocks, groups, strict=True):
             images = self._prepared(found, None if params is None else params.rows(block), block.stop - block.start)
             for start in range(0, len(images), self.batch_size):
@@ -122,9 +125,6 @@ class BatchedLoader:
                 values = int(each[start:stop].sum())
         return blocks
 
-    def _groups(self, block: slice, most: int) -> Callable[[], list[Group]]:
-        return lambda: list(self.images.groups(self.places[block], most))
-
     @torch.no_grad()
     def _prepared(self, groups: list[Group], params: AugmentParams | None, count: int) -> Tensor:
         transforms = self.transforms
@@ -146,17 +146,3 @@ def block_values(device: torch.device) -> int:
     value."""
     least, most = 1 << 22, 1 << 26
     return max(least, min(most, free_bytes(device) // 64)) if device.type == "cuda" else least
-
-
-def _prefetched(works: list[Callable[[], list[Group]]], threaded: bool) -> Iterator[list[Group]]:
-    """The results in order; threaded, the next one is computed while its predecessor is used."""
-    if not threaded or len(works) < 2:
-        yield from (work() for work in works)
-        return
-    with ThreadPoolExecutor(1) as thread:
-        under_way = thread.submit(works[0])
-        for following in [*works[1:], None]:
-            found = under_way.result()
-            if following is not None:
-                under_way = thread.submit(following)
-            yield found

@@ -37,14 +37,7 @@ def preview_tasks(
         counts = counts if domains is None else f"{domains.names[row]}: {counts}"
         names = ", ".join(dataset.class_names[c] for c in task)
         lines.append(f"task {row + 1:3}: {counts}: {shortened(names, 100)}")
-        words = [
-            f"task {row + 1}: {counts}",
-            shortened(names, 44),
-            shortened(names[44:], 44) if len(names) > 44 else "",
-        ]
-        if len(names) > 44:
-            words[1] = names[:44]
-        for number, text in enumerate(words):
+        for number, text in enumerate((f"task {row + 1}: {counts}", names[:44], shortened(names[44:], 44))):
             pen.text((GAP, top + 4 + 18 * number), text, fill="black", font=font)
         for column in range(images):
             found = members[task[column % len(task)]]
