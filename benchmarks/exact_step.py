@@ -16,11 +16,11 @@ import torch
 from mambacl.backbones import create_model
 from mambacl.bench.models import CLASSES, make_loop, products
 from mambacl.bench.timing import Clock
+from mambacl.data import StreamConfig, TransformConfig, open_stream
 from mambacl.log import logger
 from mambacl.nullspace import Setting
 from mambacl.nullspace.projected_step import ProjectedParts
 from mambacl.nullspace.settings import setting_named
-from mambacl.streams import StreamConfig, TransformConfig, open_stream
 from mambacl.training.step import WARM_UP
 
 SETTINGS: dict[str, tuple[str, Setting]] = {

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from mambacl import NullSpace, create_model
 from mambacl.config import resolve
-from mambacl.streams import open_stream
-from mambacl.streams.stream import Stream
+from mambacl.data import open_stream
+from mambacl.data.stream import Stream
 
 RANK = "energy:0.99"
 FIXED: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():  # Triton's interpreter then runs the kernels;
 from kernels_help import kernels_run
 
 from mambacl.backbones import create_model
-from mambacl.datasets.base import DATASETS, DataSet
+from mambacl.data import DATASETS, DataSet
 
 # One thread unless asked for: pytest runs two processes on two cores.
 torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))

@@ -5,6 +5,8 @@ import tarfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,3 +58,28 @@ def make_zip(path: Path, files: dict[str, bytes]) -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def make_bad(root: Path) -> Path:
+    make_tree(root, train=4)
+    (root / "train" / "ant" / "0.png").write_bytes(b"")
+    whole = (root / "train" / "ant" / "1.png").read_bytes()
+    (root / "train" / "ant" / "1.png").write_bytes(whole[: len(whole) // 2])
+    (root / "test" / "bee" / "0.png").write_bytes(b"not a picture")
+    (root / "train" / "bee" / "link.png").symlink_to(root / "nowhere.png")
+    return root
+
+
+class Rows:
+    """As much of a `datasets.Dataset` as is used."""
+
+    def __init__(self, labels: list[Any], names: list[str] | None) -> None:
+        self.labels, self.features = labels, {"image": object(), "label": SimpleNamespace(names=names)}
+        if names is None:
+            self.features["label"] = object()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.labels if isinstance(key, str) else {"image": picture(key), "label": self.labels[key]}

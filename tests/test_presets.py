@@ -19,14 +19,13 @@ from torchvision.transforms.v2 import functional as TF
 import mambacl
 from mambacl.backbones import create_model
 from mambacl.config import RunConfig, build_parser, preset_names, resolve
-from mambacl.datasets import DATASETS
-from mambacl.datasets.sources import SOURCES
+from mambacl.data import DATASETS, SOURCES
+from mambacl.data.tasks import class_order
+from mambacl.data.transforms import TransformConfig, Transforms
 from mambacl.errors import UserError
 from mambacl.nullspace import SETTINGS, NullSpace
 from mambacl.nullspace.plan import Plan, make_plan
 from mambacl.paper import paper_table
-from mambacl.streams.orders import class_order
-from mambacl.streams.transforms import TransformConfig, Transforms
 from mambacl.training.recipe import RECIPES
 
 DOCS = Path(__file__).parents[1] / "docs" / "presets.md"
@@ -137,7 +136,7 @@ def test_the_numbers_are_those_of_the_paper_and_its_code(name: str, recipe: str)
     assert class_order(stream.order, 100, stream.order_seed, [])[:10] == [55, 17, 75, 11, 2, 29, 49, 48, 41, 45]
     scratch = name == "cifar100-10-scratch"
     assert config.pretrained is (not scratch) and config.nullspace.layers == ("all" if scratch else "ssm")
-    classes = SOURCES[stream.dataset].classes
+    classes = SOURCES[stream.dataset].counts[0]
     assert classes is not None and classes % wanted.tasks == 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.config import RunConfig
+    from mambacl.data import list_datasets
     from mambacl.errors import UserError
     from mambacl.nullspace import NullSpace, Setting
     from mambacl.ops import selective_scan
@@ -26,6 +27,7 @@ _HOMES = {
     "UserError": "mambacl.errors",
     "audit": "mambacl.training.api",
     "create_model": "mambacl.backbones",
+    "list_datasets": "mambacl.data",
     "evaluate": "mambacl.training.api",
     "list_models": "mambacl.backbones",
     "recorded": "mambacl.training.recorded",
@@ -71,18 +73,14 @@ def list_classifiers() -> list[str]:
     return sorted(CLASSIFIERS.names())
 
 
-def list_datasets() -> list[str]:
-    """Names for the option `stream.dataset` of a run."""
-    from mambacl.datasets import DATASETS
-
-    return sorted(DATASETS.names())
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("mambacl")
+        try:
+            return version("mambacl")
+        except PackageNotFoundError:  # its folder is on the path, but it is not installed
+            return "0+unknown"
     if name not in _HOMES:
         raise AttributeError(f"module 'mambacl' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), "write_report" if name == "report" else name)

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from mambacl.data.config import StreamConfig
 from mambacl.errors import UserError
+from mambacl.files import expanded
 from mambacl.nullspace.settings import Setting, given_rules, setting_named
 from mambacl.options import build_config, merge
-from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
-from mambacl.streams.config import StreamConfig
 from mambacl.training.recipe import Recipe, recipe_named
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)

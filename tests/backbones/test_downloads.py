@@ -1,26 +1,28 @@
-"""Public weights from their addresses: checked, cached, nothing half downloaded kept."""
+"""Public weights from their addresses: checked, cached, continued after an interruption."""
 
 import dataclasses
 import hashlib
 import io
 import os
+import threading
 import urllib.error
 
 import pytest
 import torch
 
-from mambacl.backbones import create_model, load_weights, loading
+from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import cache_folder, weights_file
 from mambacl.backbones.registry import MODELS, PublicWeights
 from mambacl.errors import UserError
 
 
 class Response(io.BytesIO):
-    """What urlopen gives: bytes, and headers."""
+    """What urlopen gives: bytes, headers and a status."""
 
-    def __init__(self, content, length=None):
+    def __init__(self, content, length=None, status=200):
         super().__init__(content)
         self.headers = {"Content-Length": str(len(content) if length is None else length)}
+        self.status = status
 
 
 @pytest.fixture
@@ -36,8 +38,9 @@ class Network:
     def __init__(self):
         self.response, self.asked = None, []
 
-    def urlopen(self, url, **_):
-        self.asked.append(url)
+    def urlopen(self, request, **_):
+        self.asked.append(request.full_url)
+        self.range = request.get_header("Range")
         if isinstance(self.response, Exception):
             raise self.response
         return self.response()
@@ -46,7 +49,7 @@ class Network:
 @pytest.fixture
 def network(monkeypatch):
     answering = Network()
-    monkeypatch.setattr(loading.urllib.request, "urlopen", answering.urlopen)
+    monkeypatch.setattr("urllib.request.urlopen", answering.urlopen)
     return answering
 
 
@@ -94,32 +97,66 @@ def test_a_file_put_into_the_cache_by_hand_is_used(cache, network, entry):
 
 def test_a_file_with_another_checksum_is_not_kept(cache, network, entry):
     network.response = lambda: Response(b"something else")
-    with pytest.raises(UserError, match="another SHA-256 than expected"):
+    with pytest.raises(UserError, match=r"is not the one expected .sha256:.*not kept; try again, or fetch it"):
         weights_file(entry[0])
     assert left(cache) == []
 
 
-def test_a_short_download_is_not_kept(cache, network, entry):
+def test_a_short_download_is_continued(cache, network, entry):
     size, content = entry
     network.response = lambda: Response(content[:-10], length=len(content))
     with pytest.raises(UserError, match=rf"broke off after {len(content) - 10} of {len(content)} bytes: try again"):
         weights_file(size)
-    assert left(cache) == []
+    assert left(cache) == ["tiny.pth.part"]
+    network.response = lambda: Response(content[-10:], status=206)
+    assert weights_file(size).read_bytes() == content and network.range == f"bytes={len(content) - 10}-"
+    assert left(cache) == ["tiny.pth"]
+
+
+def test_a_server_that_cannot_continue_starts_over(cache, network, entry):
+    size, content = entry
+    cache.mkdir()
+    (cache / "tiny.pth.part").write_bytes(b"an older attempt")
     network.response = lambda: Response(content)
-    assert weights_file(size).read_bytes() == content
+    assert weights_file(size).read_bytes() == content and network.range == "bytes=16-"
 
 
-def test_a_broken_connection_keeps_nothing(cache, network, entry):
+def test_without_a_checksum_nothing_is_continued(cache, network, entry):
+    size, content = entry
+    size = dataclasses.replace(size, weights=dataclasses.replace(size.weights, sha256=None))
+    cache.mkdir()
+    (cache / "tiny.pth.part").write_bytes(b"an older attempt")
+    network.response = lambda: Response(content)
+    assert weights_file(size).read_bytes() == content and network.range is None
+
+
+def test_a_broken_connection(cache, network, entry):
     class Breaking(Response):
         def read(self, size=-1):
             if self.tell():
                 raise ConnectionResetError("connection reset by peer")
             return super().read(4)
 
-    network.response = lambda: Breaking(entry[1])
-    with pytest.raises(UserError, match="connection reset by peer"):
-        weights_file(entry[0])
-    assert left(cache) == []
+    size, content = entry
+    network.response = lambda: Breaking(content)
+    with pytest.raises(UserError, match=r"connection reset by peer\): try again, or fetch it elsewhere"):
+        weights_file(size)
+    assert left(cache) == ["tiny.pth.part"] and (cache / "tiny.pth.part").read_bytes() == content[:4]
+
+
+def test_two_processes_download_one_after_the_other(cache, network, entry):
+    """The second waits for the first, and finds its file."""
+    size, content = entry
+    waiting = threading.Thread(target=weights_file, args=(size,))
+
+    def answer():
+        waiting.start()
+        return Response(content)
+
+    network.response = answer
+    assert weights_file(size).read_bytes() == content
+    waiting.join()
+    assert len(network.asked) == 1 and left(cache) == ["tiny.pth"]
 
 
 @pytest.mark.parametrize("name", ["defocus_mamba_tiny", "defocus_mamba_small"])

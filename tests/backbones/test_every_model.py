@@ -19,7 +19,7 @@ from mambacl.backbones.registry import MODELS
 from mambacl.cli import main
 from mambacl.config import resolve
 from mambacl.errors import UserError
-from mambacl.tensorfile import write_tensors
+from mambacl.files import write_tensors
 
 NANO = [name for name in list_models() if name.endswith("_nano")]
 SIZES = [name for name in list_models() if name not in NANO]

@@ -8,28 +8,40 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from data_help import MEAN, STD, make_tree
+from data_help import MEAN, STD, Rows, make_tree
 from domains_help import CLASSES, DOMAINS, make_domains, write_manifest
 from PIL import Image
 from reports_help import make_run
 from safetensors.torch import load_file
 from small_run import CONFIG
-from test_data_sets import Rows
 from tolerance import assert_counts_alike
 from training_help import assert_same_run, interrupted_after
 
 import mambacl
 from mambacl.cli import main
 from mambacl.config import resolve
-from mambacl.datasets import ArrayImages, DataSet, Domains, FileImages, from_huggingface, open_dataset
-from mambacl.datasets import listed as listed_module
+from mambacl.data import (
+    ArrayImages,
+    DataSet,
+    Domains,
+    FileImages,
+    Stream,
+    StreamConfig,
+    TransformConfig,
+    Transforms,
+    from_huggingface,
+    open_data,
+    open_dataset,
+    open_stream,
+    tasks_of,
+)
+from mambacl.data.sets import split_lists
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.paper.comparison import benchmark_of
 from mambacl.reports import load_run, write_report
 from mambacl.reports.tables import comparison_table
 from mambacl.scenarios import SCENARIOS, Scenario, right
-from mambacl.streams import Stream, StreamConfig, TransformConfig, Transforms, open_data, open_stream, tasks_of
 
 
 def domain_config(root: Path, **stream: Any) -> StreamConfig:
@@ -163,7 +175,7 @@ def test_the_domains_of_domainnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for domain in ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
         for split in ("train", "test")
     }
-    monkeypatch.setattr(listed_module, "read_list", lambda root, part, name: lists[part.name])
+    monkeypatch.setattr(split_lists, "read_list", lambda root, part, name: lists[part.name])
     dataset = open_dataset("domainnet-345", tmp_path)
     stream = Stream(dataset, Transforms(TransformConfig(), 8, MEAN, STD), 5, scenario="domain")
     assert stream.domains is not None and stream.domains.names[:3] == ["clipart", "infograph", "painting"]
@@ -209,7 +221,7 @@ def arrays(labels: list[int], domains: list[int] | None) -> DataSet:
 def test_data_without_usable_domains(labels: list[int], domains: list[int] | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Stream(arrays(labels, domains), Transforms(TransformConfig(), 4, MEAN, STD), 2, scenario="domain")
-    with pytest.raises(UserError, match="mine names no tasks of its own"):
+    with pytest.raises(UserError, match="mine names no tasks: give"):
         tasks_of(arrays(labels, domains), "own")
 
 
@@ -243,7 +255,7 @@ def test_wrong_orders_of_domains_speak_of_domains(tmp_path: Path) -> None:
 def test_wrong_domain_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.root"):
         open_dataset("domain-folders", None)
-    with pytest.raises(UserError, match=r"no folder .*train; the layout is ROOT/train/DOMAIN/CLASS"):
+    with pytest.raises(UserError, match=r"no folder .*train; the root holds train/DOMAIN/CLASS"):
         open_dataset("domain-folders", tmp_path)
     for split in ("train", "test"):
         (tmp_path / split / "noon").mkdir(parents=True)

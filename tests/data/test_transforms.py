@@ -16,8 +16,8 @@ from torchvision.transforms.v2 import functional as TF
 import mambacl
 from mambacl.cli import main
 from mambacl.config import preset_names, resolve
+from mambacl.data import ArrayImages, DataSet, Stream, TransformConfig, Transforms
 from mambacl.errors import UserError
-from mambacl.streams import ArrayImages, DataSet, Stream, TransformConfig, Transforms
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 ENGINES = ["torchvision", "batched"]

@@ -44,7 +44,7 @@ def test_nothing_is_trained_in_the_first_task_and_its_accuracy_is_the_models_own
     epochs = [line for line in (run.folder / "metrics.jsonl").read_text().splitlines() if '"epoch"' in line]
     assert epochs and not any('"task": 0' in line for line in epochs)
     deployed = create_model("defocus_mamba", num_classes=4, pretrained=trained, **CONFIG["backbone_options"]).eval()
-    from mambacl.streams import open_stream
+    from mambacl.data import open_stream
     from mambacl.training.folder import RunFolder
 
     resolved = RunFolder.existing(run.folder).config()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.ops import scan_low_rank
-from mambacl.precision import float32_products
+from mambacl.ops.precision import float32_products
 
 
 def layer(rank: int, width: int, bias: bool = True, seed: int = 3) -> nn.Linear:

@@ -21,6 +21,7 @@ from PIL import Image
 from reports_help import make_run
 
 from mambacl.errors import UserError
+from mambacl.files import write_tensors
 from mambacl.nullspace import NullSpace
 from mambacl.paper.comparison import compare_with_paper
 from mambacl.paper.page import write_paper_table
@@ -33,7 +34,6 @@ from mambacl.reports.spectra import spectra_by_feature
 from mambacl.reports.spectra_figures import Panel
 from mambacl.reports.tables import Column, Table
 from mambacl.reports.templating import render
-from mambacl.tensorfile import write_tensors
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
 
 HOSTILE = '<img src="http://evil.example/x.png" onerror=alert(1)> & "quoted" | 50% \\_'

@@ -9,7 +9,7 @@ import torch
 from small_run import CONFIG
 
 import mambacl
-from mambacl.precision import float32_products, named
+from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.training import api
 from mambacl.training.folder import RunFolder
 
@@ -66,8 +66,9 @@ def test_an_error_within_gives_the_setting_back() -> None:
 
 
 def test_auto_is_what_the_device_has() -> None:
-    assert named("auto", torch.device("cpu")) == "float32"
-    assert [named(name, torch.device("cpu")) for name in ("float32", "tf32", "bf16")] == ["float32", "tf32", "bf16"]
+    assert resolve_precision("auto", torch.device("cpu")) == "float32"
+    for name in ("float32", "tf32", "bf16"):
+        assert resolve_precision(name, torch.device("cpu")) == name
 
 
 def test_a_run_keeps_the_precision_that_auto_was_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_a_run_keeps_the_precision_that_auto_was_when_it_began(tmp_path: Path, m
     results = json.loads((out / "results.json").read_text())
     (out / "results.json").write_text(json.dumps({**results, "status": "interrupted"}))
 
-    monkeypatch.setattr(api, "named", lambda precision, device: "bf16")  # as on another machine
+    monkeypatch.setattr(api, "resolve_precision", lambda precision, device: "bf16")  # as on another machine
     again = mambacl.train(small, precision="auto", device="cpu", out=str(out))
     assert again.trained and again.results["precision"] == "float32"
     assert mambacl.resume(out).results["correct"] == run.results["correct"]
@@ -88,4 +89,4 @@ def test_a_run_keeps_the_precision_that_auto_was_when_it_began(tmp_path: Path, m
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_auto_on_a_gpu() -> None:
     expected = "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "float32"
-    assert named("auto", torch.device("cuda")) == expected
+    assert resolve_precision("auto", torch.device("cuda")) == expected

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import mambacl
-from mambacl.precision import float32_products
+from mambacl.ops.precision import float32_products
 from mambacl.training.recorded import Recorded, recorded
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -1,10 +1,6 @@
 """Weights from a file into a model, with an account of what went where."""
 
-import hashlib
-import http.client
 import os
-import urllib.error
-import urllib.request
 import zipfile
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -19,8 +15,7 @@ from torch import Tensor, nn
 from mambacl.backbones.registry import ModelEntry
 from mambacl.backbones.unpickling import find_state_dict, read_checkpoint
 from mambacl.errors import UserError
-from mambacl.log import logger
-from mambacl.tensorfile import replacing
+from mambacl.files import download, replacing
 
 
 @dataclass
@@ -178,34 +173,7 @@ def weights_file(entry: ModelEntry) -> Path:
         raise UserError(f"There are no public weights for '{entry.name}'; give the path of your own as pretrained.")
     path = cache_folder() / weights.url.rsplit("/", 1)[-1]
     if not path.exists():
-        _download(weights.url, path, weights.sha256)
+        checksum = weights.sha256 and f"sha256:{weights.sha256}"
+        otherwise = f"fetch it elsewhere and put it at {path}, or give its path as pretrained"
+        download(weights.url, path, checksum, otherwise)
     return path
-
-
-def _download(url: str, path: Path, sha256: str | None) -> None:
-    """Atomic: what is interrupted leaves nothing that looks whole."""
-    logger.info("Downloading %s to %s", url, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
-    digest = hashlib.sha256()
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response, open(temporary, "wb") as out:
-            expected = response.headers.get("Content-Length")
-            while block := response.read(1 << 20):
-                digest.update(block)
-                out.write(block)
-            size = out.tell()
-    except (http.client.HTTPException, urllib.error.URLError, OSError) as error:
-        temporary.unlink(missing_ok=True)
-        reason = getattr(error, "reason", error)
-        raise UserError(
-            f"Could not download {url} ({reason}): fetch it where there is a network and put it at {path}, "
-            "or give its path as pretrained."
-        ) from None
-    if expected is not None and int(expected) != size:
-        temporary.unlink()
-        raise UserError(f"The download of {url} broke off after {size} of {expected} bytes: try again.")
-    if sha256 is not None and digest.hexdigest() != sha256:
-        temporary.unlink()
-        raise UserError(f"The file at {url} has another SHA-256 than expected ({sha256}): it was not kept.")
-    os.replace(temporary, path)

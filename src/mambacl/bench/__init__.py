@@ -1,6 +1,5 @@
 """`mambacl bench`: how fast this machine does it, part by part, with the ratios taken within one run."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,9 @@ from mambacl.bench.shapes import SHAPES
 from mambacl.bench.sizes import Sizes, default_sizes
 from mambacl.bench.timing import Clock, copy_speed
 from mambacl.errors import UserError
+from mambacl.files import write_json
 from mambacl.log import logger
 from mambacl.registry import did_you_mean
-from mambacl.tensorfile import write_bytes
 from mambacl.training.build import pick_device
 
 __all__ = ["PARTS", "SHAPES", "Result", "bench", "measure"]
@@ -63,7 +62,7 @@ def bench(
             show(text(found[name]))
             made = record(where, options, speed, found)
             if json_file is not None:  # after each part, so that an interruption loses no figures
-                write_bytes(json_file, (json.dumps(made, indent=1) + "\n").encode())
+                write_json(json_file, made)
     return made
 
 
@@ -108,7 +107,7 @@ def checked(
 
 
 def check_root(root: Path) -> None:
-    from mambacl.streams.data import open_dataset
+    from mambacl.data import open_dataset
 
     open_dataset("cifar100", root)  # says itself what is missing
 

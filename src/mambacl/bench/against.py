@@ -3,7 +3,6 @@
 Every system is first compared with float64 (`agreement`); those that agree are timed in turn, round by round.
 """
 
-import json
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from mambacl.bench.result import Result, Row, header, text
 from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape
 from mambacl.bench.timing import Clock
 from mambacl.errors import UserError
-from mambacl.tensorfile import write_bytes
+from mambacl.files import write_json
 from mambacl.training.build import pick_device
 
 SECONDS = 10.0  # for the rounds of a shape, about
@@ -195,7 +194,7 @@ def against(
             show(text(Result(f"{name}: {shape}", [row for row in found.rows if row["shape"] == name], left_out=HIDDEN)))
             made |= as_result(found, where, threads, rounds).as_dict() | {"remarks": found.remarks}
             if json_file is not None:  # after each shape, so that an interruption loses no figures
-                write_bytes(json_file, (json.dumps(made, indent=1) + "\n").encode())
+                write_json(json_file, made)
     finally:
         torch.set_num_threads(before)
     notes = [textwrap.fill(note, 120, break_on_hyphens=False) for note in (*made["notes"], *found.remarks)]

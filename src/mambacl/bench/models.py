@@ -15,8 +15,8 @@ from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
+from mambacl.ops.precision import float32_products
 from mambacl.ops.scan import ENVIRONMENT_VARIABLE
-from mambacl.precision import float32_products
 from mambacl.training.display import Display
 from mambacl.training.loop import Loop
 from mambacl.training.recipe import Recipe

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from mambacl.cli.parsing import Parser
 from mambacl.errors import UserError
-from mambacl.paths import expanded
+from mambacl.files import expanded
 from mambacl.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from mambacl.datasets import DataSet, Domains
-    from mambacl.streams import StreamConfig
+    from mambacl.data import DataSet, Domains, StreamConfig
 
 
 def data(arguments: Sequence[str]) -> int:
@@ -53,13 +52,12 @@ def data(arguments: Sequence[str]) -> int:
 
 
 def _list(given: Namespace) -> int:
-    from mambacl.datasets import DATASETS, SOURCES
+    from mambacl.data import DATASETS, SOURCES
 
     print(f"{'name':20} {'classes':>7} {'training':>9} {'test':>8}  what it is")
     for name in DATASETS.names():
         source = SOURCES.get(name)
-        counts = (source.classes, source.train, source.test) if source else (None, None, None)
-        texts = ["" if count is None else f"{count:,}" for count in counts]
+        texts = [f"{count:,}" for count in source.counts] if source and source.counts else [""] * 3
         print(f"{name:20} {texts[0]:>7} {texts[1]:>9} {texts[2]:>8}  {source.summary if source else 'of a plug-in'}")
         if source:
             print(f"{'':48}root: {source.layout}")
@@ -68,7 +66,7 @@ def _list(given: Namespace) -> int:
 
 
 def _prepare(given: Namespace) -> int:
-    from mambacl.datasets.preparing import missing, prepare
+    from mambacl.data.preparing import missing, prepare
 
     dataset = prepare(given.name, given.root, given.source, given.lists, lambda line: print(line, flush=True))
     print(f"{len(dataset.class_names):,} classes, {len(dataset.train.labels):,} training and "
@@ -83,9 +81,9 @@ def _prepare(given: Namespace) -> int:
 
 
 def _check(given: Namespace) -> int:
-    from mambacl.datasets import DATASETS, check_dataset
-    from mambacl.datasets.checking import Finding
-    from mambacl.datasets.preparing import not_public
+    from mambacl.data import DATASETS, check_dataset
+    from mambacl.data.checking import Finding
+    from mambacl.data.preparing import not_public
 
     if given.limit < 0:
         raise UserError(f"--limit must not be negative, got {given.limit}.")
@@ -104,27 +102,27 @@ def _check(given: Namespace) -> int:
     print("\n".join(report.lines(given.limit, given.classes)))
     if given.json is not None:
         content = {
-            "name": report.name, "whole": report.whole, "class_names": report.class_names,
+            "name": report.name, "whole": report.complete, "class_names": report.class_names,
             "train": report.train.tolist(), "test": report.test.tolist(), "tasks": report.tasks,
             "domains": report.domains,
             "findings": [dataclasses.asdict(finding) for finding in report.findings],
         }  # fmt: skip
         text = json.dumps(content, indent=1, ensure_ascii=False)
         given.json.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name that is no Unicode as \\udcXX
-    return 0 if report.whole else 1
+    return 0 if report.complete else 1
 
 
 def _show(given: Namespace) -> int:
-    from mambacl.datasets.drawing import draw_tasks
+    from mambacl.data import open_data
+    from mambacl.data.preview import preview_tasks
     from mambacl.scenarios import SCENARIOS
-    from mambacl.streams import open_data
 
     if not 1 <= given.images <= 100:
         raise UserError(f"--images must be at least 1 and at most 100, got {given.images}.")
     name, config = _named(given)
     dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or given.skip_bad))
     tasks, domains = _tasks(dataset, config)
-    picture, lines = draw_tasks(dataset, tasks, given.images, domains)
+    picture, lines = preview_tasks(dataset, tasks, given.images, domains)
     those = f"{len(tasks):,} tasks" if domains is None else f"each of {len(tasks):,} domains"
     print(f"{dataset.name}: {len(dataset.class_names):,} classes in {those}")
     print("\n".join(lines))
@@ -137,7 +135,7 @@ def _show(given: Namespace) -> int:
 
 def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Domains | None]:
     """The classes of each task, and the domains where these are the tasks."""
-    from mambacl.streams import domains_in_order, tasks_of
+    from mambacl.data import domains_in_order, tasks_of
 
     if config.by_domain:
         domains = domains_in_order(dataset, config.order, config.order_seed)
@@ -149,8 +147,7 @@ def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Dom
 def _named(given: Namespace) -> tuple[str, StreamConfig]:
     """A stream by the name of a data set or preset, or by the path of a YAML file or run, with the options given."""
     from mambacl.config import preset_names, resolve
-    from mambacl.datasets import DATASETS
-    from mambacl.streams import StreamConfig
+    from mambacl.data import DATASETS, StreamConfig
     from mambacl.training.folder import RunFolder
 
     word = given.stream
@@ -169,7 +166,7 @@ def _named(given: Namespace) -> tuple[str, StreamConfig]:
 
 
 def _changed(config: StreamConfig | None, given: Namespace) -> StreamConfig:
-    from mambacl.streams import StreamConfig
+    from mambacl.data import StreamConfig
 
     changes: dict[str, Any] = {"root": given.root, "order": given.order, "order_seed": given.order_seed,
                                "first_task": given.first_task, "scenario": given.scenario}  # fmt: skip

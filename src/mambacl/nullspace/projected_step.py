@@ -22,8 +22,8 @@ from torch import Tensor
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
+from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel
-from mambacl.precision import float32_products
 
 ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once, and
 # Triton compiles a kernel again for numbers that are no multiple of 16

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace.audit import Drift, drift, record
 from mambacl.nullspace.blocks import Block, Part, named_parameters
@@ -29,7 +30,6 @@ from mambacl.nullspace.projectors import Decomposition, Key, Projector, basis_dt
 from mambacl.nullspace.selection import Protection, Selection
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.statistics import Accumulator, gather
-from mambacl.tensorfile import read_tensors, write_tensors
 
 DECOMPOSED_BY = ("rank", "rank_over", "spectrum", "storage")  # fields of a setting behind ranks and bases
 FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax")  # fields that `load` takes over unless the caller gave them

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mambacl.config import RunConfig, preset_names, resolve
-from mambacl.datasets import open_dataset
+from mambacl.data import open_dataset
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.options import merge

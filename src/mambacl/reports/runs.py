@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mambacl.errors import UserError
-from mambacl.tensorfile import ALIAS
+from mambacl.files import ALIAS
 from mambacl.training import metrics
 from mambacl.training.folder import RunFolder
 

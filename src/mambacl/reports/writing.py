@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mambacl.errors import UserError
+from mambacl.files import write_bytes
 from mambacl.reports.rendering import to_csv, to_latex, to_markdown
 from mambacl.reports.runs import RunRecord, load_run
 from mambacl.reports.tables import comparison_table
-from mambacl.tensorfile import write_bytes
 
 
 def write_report(

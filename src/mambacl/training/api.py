@@ -9,7 +9,7 @@ from typing import Any
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
-from mambacl.precision import named
+from mambacl.ops.precision import resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
 from mambacl.training.build import Parts, build, check_stream, pick_device
@@ -97,7 +97,7 @@ def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
     """With `auto` replaced by what it stands for: in an existing run, by what that one has."""
     if config.precision != "auto":
         return config
-    found: Any = named(config.precision, pick_device(config.device)) if there is None else there.precision
+    found: Any = resolve_precision(config.precision, pick_device(config.device)) if there is None else there.precision
     return dataclasses.replace(config, precision=found)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.files import read_tensors, write_tensors
 from mambacl.nullspace.audit import drift, record
 from mambacl.nullspace.blocks import find_blocks
-from mambacl.tensorfile import read_tensors, write_tensors
 from mambacl.training.folder import RunFolder, audit_file
 
 

@@ -16,10 +16,10 @@ from mambacl.backbones.loading import classifier_names, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.config import RunConfig
+from mambacl.data import Stream, open_stream
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup
 from mambacl.scenarios import SCENARIOS
-from mambacl.streams import Stream, open_stream
 from mambacl.training import checkpoints
 from mambacl.training.display import make_display
 from mambacl.training.folder import RunFolder

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
+from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
-from mambacl.tensorfile import read_tensors, write_tensors
 from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder, task_file
 
 START_AGAIN = "Start the run again: `mambacl train` with --overwrite."

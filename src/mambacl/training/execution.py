@@ -12,7 +12,7 @@ from mambacl import ops
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
 from mambacl.log import logger
-from mambacl.precision import float32_products
+from mambacl.ops.precision import float32_products
 from mambacl.training import auditing
 from mambacl.training.build import Parts
 from mambacl.training.checkpoints import Checkpoint

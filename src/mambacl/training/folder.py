@@ -15,22 +15,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from mambacl.config import RunConfig, from_dict, parse_yaml
+from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
+from mambacl.files import locked, write_bytes
 from mambacl.nullspace.memory import COVARIANCE_FOLDER
 from mambacl.scenarios import SCENARIOS
-from mambacl.streams.orders import ORDERS, is_file
-from mambacl.tensorfile import write_bytes
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there nothing keeps two processes apart
-    fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 1
 CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.jsonl", "results.json", "audit.json"
@@ -100,17 +95,10 @@ class RunFolder:
         for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; the lock ends with the process, however it ends."""
+    def locked(self) -> AbstractContextManager[None]:
+        """One process at a time."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "w") as lock:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise UserError(f"Another process is training {self.path}: wait for it, or choose --out.") from None
-            yield
+        return locked(self.path / ".lock", f"Another process is training {self.path}: wait for it, or choose --out.")
 
     # The configuration
 

@@ -1,0 +1,218 @@
+"""The images of a split, in memory or on disk, and image files of any kind as RGB bytes.
+
+PyTorch is loaded with the first image, so that data sets can be named and prepared without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from mambacl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+A = TypeVar("A")
+B = TypeVar("B")
+# What Pillow's readers raise for damaged files, besides its own.
+DAMAGE = (
+    OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, struct.error,
+    Image.DecompressionBombError,
+)  # fmt: skip
+
+
+class Images(Protocol):
+    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both. `bad` has what is wrong with
+    those that cannot be read, by index; `name` what an image is called."""
+
+    labels: NDArray[np.int64]
+
+    def image(self, index: int) -> Tensor: ...
+
+    def digest(self) -> str: ...
+
+    def check(self) -> None: ...
+
+    def bad(self) -> dict[int, str]: ...
+
+    def name(self, index: int) -> str: ...
+
+    def subset(self, indices: NDArray[np.int64]) -> Images: ...
+
+
+class ArrayImages:
+    """Images in one uint8 array, (n, h, w) for grey ones or (n, h, w, 3)."""
+
+    def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+        self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
+
+    def image(self, index: int) -> Tensor:
+        pixels = _tensor(np.ascontiguousarray(self.pixels[index]))
+        return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+
+    def stack(self, indices: NDArray[np.int64]) -> Tensor:
+        """(n, 3, h, w)."""
+        pixels = _tensor(self.pixels[indices])
+        images = pixels[:, None].expand(-1, 3, -1, -1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+        return images.contiguous()
+
+    def nbytes(self, count: int) -> int:
+        return count * 3 * int(np.prod(self.pixels.shape[1:3]))
+
+    def check(self) -> None:
+        return
+
+    def bad(self) -> dict[int, str]:
+        return {}
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+    def digest(self) -> str:
+        content = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
+        content.update(self.labels.tobytes())
+        return content.hexdigest()
+
+    def subset(self, indices: NDArray[np.int64]) -> ArrayImages:
+        return ArrayImages(self.pixels[indices], self.labels[indices])
+
+
+class DecodedImages:
+    """Images that are decoded when asked for; a subclass says how."""
+
+    labels: NDArray[np.int64]
+    checked = False  # whether every image is known to be readable
+
+    def try_image(self, index: int) -> NDArray[np.uint8] | str:
+        """The image as (h, w, 3), or what is wrong with it."""
+        raise NotImplementedError
+
+    def refusal(self, index: int, trouble: str) -> UserError:
+        raise NotImplementedError
+
+    def image(self, index: int) -> Tensor:
+        pixels = self.try_image(index)
+        if isinstance(pixels, str):
+            raise self.refusal(index, pixels)
+        return _tensor(pixels).permute(2, 0, 1)
+
+    def check(self) -> None:
+        """Decodes every image, so that a bad one is found before the first task is trained."""
+        if not self.checked:
+            for _ in in_threads(self.image, range(len(self.labels))):
+                pass
+
+    def bad(self) -> dict[int, str]:
+        """The indices of the images that cannot be read, each with what is wrong."""
+        found = in_threads(self._trouble, range(len(self.labels)))
+        return {index: trouble for index, trouble in enumerate(found) if trouble is not None}
+
+    def _trouble(self, index: int) -> str | None:
+        pixels = self.try_image(index)
+        return pixels if isinstance(pixels, str) else None
+
+
+class FileImages(DecodedImages):
+    """Image files. The digest covers names, sizes and labels, not the pixels."""
+
+    def __init__(self, root: Path, files: Sequence[Path], labels: NDArray[np.int64], checked: bool = False) -> None:
+        self.root, self.files, self.labels = root, list(files), np.asarray(labels, dtype=np.int64)
+        self.checked = checked
+
+    def try_image(self, index: int) -> NDArray[np.uint8] | str:
+        return try_decode(self.files[index])
+
+    def refusal(self, index: int, trouble: str) -> UserError:
+        return _refusal(self.files[index], trouble)
+
+    def name(self, index: int) -> str:
+        """Its path below the root, where it lies there."""
+        path = self.files[index]
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.as_posix()
+
+    def digest(self) -> str:
+        content = hashlib.sha256(self.labels.tobytes())
+        for index, path in enumerate(self.files):
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise UserError(f"{path} cannot be read ({error.strerror}): restore or remove it.") from None
+            content.update(f"{self.name(index)}:{size}\n".encode(errors="surrogateescape"))
+        return content.hexdigest()
+
+    def subset(self, indices: NDArray[np.int64]) -> FileImages:
+        return FileImages(self.root, [self.files[i] for i in indices], self.labels[indices], self.checked)
+
+
+def _tensor(pixels: NDArray[np.uint8]) -> Tensor:
+    import torch
+
+    return torch.from_numpy(pixels)
+
+
+def decode(path: Path) -> NDArray[np.uint8]:
+    """The image as (h, w, 3), turned as its EXIF says; of an animation the first frame."""
+    made = try_decode(path)
+    if isinstance(made, str):
+        raise _refusal(path, made)
+    return made
+
+
+def _refusal(path: Path, trouble: str) -> UserError:
+    return UserError(f"{path} {trouble}: repair or remove it, or leave bad images out (--skip-bad).")
+
+
+def try_decode(path: Path) -> NDArray[np.uint8] | str:
+    """The image, or what is wrong with its file."""
+    try:
+        data = path.read_bytes()
+        return rgb(Image.open(io.BytesIO(data))) if data else "is empty (0 bytes)"
+    except FileNotFoundError:
+        return "is missing"
+    except DAMAGE as error:
+        return f"cannot be read as an image ({reason(error)})"
+
+
+def reason(error: Exception) -> str:
+    """What Pillow's error says, without addresses in memory."""
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "no image format that is known"
+    return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+
+
+def rgb(image: Image.Image) -> NDArray[np.uint8]:
+    return np.array(_eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey images of 16 bits by their upper eight, which Pillow would cut off at 255."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+    return image
+
+
+def in_threads(work: Callable[[A], B], items: Iterable[A], threads: int | None = None, ahead: int = 64) -> Iterator[B]:
+    """The results in order; at most `ahead` are computed before they are needed, and an error stops the rest."""
+    with ThreadPoolExecutor(threads) as pool:
+        under_way: deque[Future[B]] = deque()
+        try:
+            for item in items:
+                under_way.append(pool.submit(work, item))
+                if len(under_way) > ahead:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()

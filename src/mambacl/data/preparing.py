@@ -1,0 +1,258 @@
+"""From archives and split lists, local or on the network, to a folder that can be trained from.
+
+Everything can be interrupted at any moment: what exists and is right stays, so that the same command again continues.
+Nothing of the user's is moved, deleted or overwritten, and nothing is written outside the folder.
+"""
+
+import gzip
+import lzma
+import re
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from mambacl.data.dataset import DataSet
+from mambacl.data.images import FileImages
+from mambacl.data.sets import SOURCES, Download, Source, open_dataset
+from mambacl.errors import UserError
+from mambacl.files import download, expanded, has_checksum, locked, make_folder, require_space, write_stream
+from mambacl.registry import did_you_mean
+
+Say = Callable[[str], None]
+
+
+def prepare(
+    name: str,
+    root: str | Path,
+    sources: Sequence[str | Path] = (),
+    lists: str | Path | None = None,
+    say: Say = lambda line: None,
+) -> DataSet:
+    """Makes `root` hold a public data set. `sources` are its archives, a folder of them, or addresses; `lists` a folder
+    with the public split lists. What is not given is downloaded."""
+    source = SOURCES.get(name)
+    if source is None:
+        known = ", ".join(key for key, entry in SOURCES.items() if entry.downloads)
+        raise UserError(f"There is nothing to prepare for '{name}'.{did_you_mean(name, SOURCES)} Known: {known}.")
+    if not source.downloads:
+        raise UserError(f"'{name}' needs no preparing: the root holds {source.layout}; `mambacl data check {name}`.")
+    if not str(root):
+        raise UserError("The root is an empty name: give the folder that is to hold the data set.")
+    if lists is not None and not source.lists:
+        raise UserError(f"'{name}' has no split lists: leave --lists out.")
+    given = [str(entry) for entry in sources]
+    _refuse_unused(given, source)
+    root = expanded(root)
+    make_folder(root)
+    with locked(root / ".lock", f"Another process is preparing {root}: wait for it."):
+        for wanted in source.lists:
+            _put(wanted, root, _given_list(wanted, lists), say)
+        if changed := not_public(name, root):
+            raise UserError(f"{changed[0]}: move it away, or choose another root.")
+        complete = _is_complete(name, root, source)
+        if complete:
+            say("The images are there already.")
+        for wanted in () if complete else source.downloads:
+            one = _given_source(wanted, given, len(source.downloads))
+            if wanted.unpack:
+                _unpack(wanted, root, one, say)
+            else:
+                _put(wanted, root, one, say)
+    return open_dataset(name, root)
+
+
+def missing(dataset: DataSet) -> int:
+    """How many of its files are not there."""
+    splits = [images for images in (dataset.train, dataset.test) if isinstance(images, FileImages)]
+    return sum(not path.exists() for images in splits for path in images.files)
+
+
+def not_public(name: str, root: str | Path) -> list[str]:
+    """Which of the files that are used directly have the name of a public file and another content."""
+    source = SOURCES.get(name)
+    plain = [wanted for wanted in source.downloads if not wanted.unpack] if source else []
+    folder = expanded(root)
+    named = [(folder / wanted.folder / wanted.name, wanted) for wanted in plain]
+    found = [(path if path.exists() else path.with_suffix(""), wanted) for path, wanted in named]
+    return [_mismatch(path, wanted) for path, wanted in found if path.is_file() and not _matches(path, wanted)]
+
+
+def _is_complete(name: str, root: Path, source: Source) -> bool:
+    """Every image of the public data set exists, wherever it came from."""
+    try:
+        dataset = open_dataset(name, root)
+    except (UserError, OSError):
+        return False
+    counts = (len(dataset.class_names), len(dataset.train.labels), len(dataset.test.labels))
+    return counts == source.counts and not missing(dataset)
+
+
+def _given_list(wanted: Download, lists: str | Path | None) -> str | None:
+    if lists is None:
+        return None
+    path = expanded(lists) / wanted.name
+    if not path.is_file():
+        raise UserError(f"There is no {path}: --lists is a folder with {wanted.name}.")
+    return str(path)
+
+
+def _refuse_unused(given: Sequence[str], source: Source) -> None:
+    """Each source must be used for something."""
+    names = [wanted.name for wanted in source.downloads]
+    for entry in given:
+        path = expanded(entry)
+        if "://" not in entry and not path.exists():
+            raise UserError(f"There is no file or folder {entry}: --source is an archive, a folder of them or a URL.")
+        named = entry.rstrip("/").rpartition("/")[2] in names
+        fits = any((path / name).is_file() for name in names) if path.is_dir() else named or len(names) == 1
+        if not fits:
+            raise UserError(
+                f"--source {entry} is not, and does not hold, any of {', '.join(names)}: give it that name."
+            )
+
+
+def _given_source(wanted: Download, given: Sequence[str], downloads: int) -> str | None:
+    """Which of the sources given is this one: by its file's name, in a folder, or because there is only one."""
+    for entry in given:
+        path = expanded(entry)
+        if path.is_dir() and (path / wanted.name).is_file():
+            return str(path / wanted.name)
+        if entry.rstrip("/").rpartition("/")[2] == wanted.name:
+            return entry
+    single = [entry for entry in given if not expanded(entry).is_dir()]
+    if downloads == 1 and len(single) == 1:
+        return single[0]
+    return None
+
+
+def _put(wanted: Download, root: Path, given: str | None, say: Say) -> None:
+    """A file that is used directly."""
+    path = root / wanted.folder / wanted.name
+    refuse_dangling(path)
+    file = _obtain(wanted, None if path.exists() else given, path, say)
+    if file != path:
+        with open(file, "rb") as source:
+            write_stream(path, source)
+
+
+def _unpack(wanted: Download, root: Path, given: str | None, say: Say) -> None:
+    archive = _obtain(wanted, given, root / "downloads" / wanted.name, say)
+    say(f"Unpacking {archive}")
+    written, present = unpack(archive, root / wanted.folder)
+    say(f"{written:,} files written, {present:,} were there already")
+
+
+def _obtain(wanted: Download, given: str | None, path: Path, say: Say) -> Path:
+    """The given local file, or `path`, downloaded unless it exists; verified."""
+    if given is not None and "://" not in given:
+        local = expanded(given)
+        if not local.is_file():
+            raise UserError(f"There is no file {local}: --source is an archive, a folder of them or a URL.")
+        _verify(local, wanted, "get the right one")
+        return local
+    if path.exists():
+        _verify(path, wanted, "move it away")
+        return path
+    option = "--lists" if wanted.folder == "lists" else "--source"
+    otherwise = f"fetch it elsewhere and give its path with {option}"
+    download(given or wanted.url, path, wanted.checksum, otherwise, wanted.content, say)
+    return path
+
+
+def _verify(path: Path, wanted: Download, remedy: str) -> None:
+    if not _matches(path, wanted):
+        raise UserError(f"{_mismatch(path, wanted)}: {remedy}.")
+
+
+def _matches(path: Path, wanted: Download) -> bool:
+    return has_checksum(path, wanted.checksum, wanted.content)
+
+
+def _mismatch(path: Path, wanted: Download) -> str:
+    kind, _, expected = wanted.checksum.partition(":")
+    return f"{path} is not {wanted.name} ({kind.upper()} {expected} expected)"
+
+
+# Archives
+
+
+@dataclass(frozen=True)
+class Member:
+    name: str
+    size: int
+    open: Callable[[], IO[bytes] | None]
+
+
+def unpack(archive: Path, folder: Path) -> tuple[int, int]:
+    """How many files were written, and how many were there already with the same size."""
+    written = present = 0
+    try:
+        wanted = [(target(folder, member.name, archive), member.size) for member in members(archive)]
+        refuse_others(wanted, archive)  # before the first file is written
+        need = sum(size for path, size in wanted if not path.exists())
+        require_space(folder, need)
+        for member in members(archive):
+            path = target(folder, member.name, archive)
+            if path.exists():
+                present += 1
+                continue
+            source = member.open()
+            if source is not None:
+                with source:
+                    write_stream(path, source)
+                written += 1
+    except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise UserError(f"{archive} is damaged ({error}): download it again; what was unpacked stays.") from None
+    return written, present
+
+
+def members(archive: Path) -> Iterator[Member]:
+    """The files of a zip or tar archive, in its order; folders are left out, links and devices are refused."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as zipped:
+            for info in zipped.infolist():
+                mode = info.external_attr >> 16
+                if stat.S_ISLNK(mode):
+                    raise UserError(f"{archive} holds the link '{info.filename}', which is not unpacked: get another.")
+                if not info.is_dir():
+                    yield Member(info.filename, info.file_size, lambda info=info: zipped.open(info))  # type: ignore[misc]
+    elif tarfile.is_tarfile(archive):
+        with tarfile.open(archive) as tar:
+            for entry in tar:
+                if not entry.isdir() and not entry.isreg():
+                    raise UserError(f"{archive} holds '{entry.name}', a link or device, which is not unpacked: "
+                                    "get another archive.")  # fmt: skip
+                if entry.isreg():
+                    yield Member(entry.name, entry.size, lambda entry=entry: tar.extractfile(entry))  # type: ignore[misc]
+    else:
+        raise UserError(f"{archive} is neither a zip nor a tar archive, or is damaged: download it again.")
+
+
+def target(folder: Path, name: str, archive: Path) -> Path:
+    path = PurePosixPath(name.replace("\\", "/"))
+    if path.is_absolute() or ".." in path.parts or re.match("[A-Za-z]:", name) or "\0" in name:
+        raise UserError(
+            f"{archive} would write outside {folder} ('{name}'): nothing was unpacked; get another archive."
+        )
+    return folder / path
+
+
+def refuse_others(wanted: list[tuple[Path, int]], archive: Path) -> None:
+    """A file with its final name is complete, so one of another size is not ours."""
+    for path, size in wanted:
+        refuse_dangling(path)
+        if path.is_dir() or (path.exists() and path.stat().st_size != size):
+            raise UserError(
+                f"{path} is there already and is not what {archive} holds: move it away, or choose another root."
+            )
+
+
+def refuse_dangling(path: Path) -> None:
+    """A link to nothing is the user's, though there is no file."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path} is a link to nothing: remove it, or choose another root.")

@@ -1,0 +1,76 @@
+"""One file per data set: it adds itself to `DATASETS`, and to `SOURCES` what it holds and where it comes from."""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from mambacl.data.dataset import DataSet
+from mambacl.errors import UserError
+from mambacl.files import expanded
+from mambacl.log import logger
+from mambacl.registry import Registry
+
+
+@dataclass(frozen=True)
+class Download:
+    """A public file: an address and a checksum. The package carries neither images nor split lists."""
+
+    url: str
+    checksum: str
+    """'sha256:...'"""
+    unpack: bool = True
+    """an archive; else a file that is used directly"""
+    folder: str = ""
+    """where in the root the file, or the contents of the archive, go"""
+    content: str = ""
+    """for a .gz file that is used directly: the checksum of its content, which may be compressed differently or not at
+    all"""
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Source:
+    summary: str
+    layout: str
+    """which files the root holds"""
+    counts: tuple[int, int, int] | None = None
+    """classes, training images, test images, where they are fixed"""
+    downloads: tuple[Download, ...] = ()
+    lists: tuple[Download, ...] = ()
+    """which images are for training and which for testing, where that is a file by itself"""
+
+
+DATASETS: Registry[Callable[[Path | None], DataSet]] = Registry("data set", "mambacl.datasets")
+SOURCES: dict[str, Source] = {}
+
+
+def required_root(root: Path | None, name: str) -> Path:
+    if root is None:
+        raise UserError(f"The data set '{name}' needs stream.root: the folder with {SOURCES[name].layout}.")
+    return root
+
+
+def list_datasets() -> list[str]:
+    """Names for `open_dataset` and `stream.dataset`."""
+    return sorted(DATASETS.names())
+
+
+def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False) -> DataSet:
+    """A data set by name; `root` is the folder with its files, for those that are not part of the package."""
+    dataset = DATASETS.get(name)(None if root is None else expanded(root))
+    if skip_bad:
+        dataset = dataset.without_bad()
+        if dataset.skipped:
+            count = len(dataset.skipped)
+            logger.warning("%d images of %s are left out: they cannot be read.", count, name)
+    dataset.refuse_empty(name)
+    return dataset
+
+
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,219 @@
+"""A stream of tasks, as batches for training and evaluation: the classes of a data set in an order and cut into tasks,
+or its domains one after another."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mambacl.data.batched_transforms import BatchedTransforms
+from mambacl.data.config import StreamConfig
+from mambacl.data.dataset import DataSet
+from mambacl.data.image_cache import ImageCache
+from mambacl.data.loaders import Batch, BatchedLoader, CpuLoader
+from mambacl.data.sets import open_dataset
+from mambacl.data.tasks import domains_in_order, tasks_of
+from mambacl.data.transforms import Transforms
+from mambacl.errors import UserError
+from mambacl.scenarios import Scenario
+
+COVARIANCE_PASS = 1 << 32  # in place of an epoch, where a seed is mixed for the covariances
+
+
+class Stream:
+    """Labels are positions: class c of the data set has the label `class_order.index(c)`, so that task after task the
+    classifier grows at its end. Where the tasks are domains, each has its own labels for all classes: the classes'
+    positions, after those of the tasks before. `seed` fixes the order of the images and their augmentation. Batches lie
+    on `device` where the transforms' engine is the batched one (on a GPU, unless the other is named), else on the CPU.
+    """
+
+    def __init__(
+        self,
+        dataset: DataSet,
+        transforms: Transforms,
+        tasks: int | Sequence[int] | Literal["own"],
+        order: str | Sequence[int] = "natural",
+        order_seed: int | None = None,
+        seed: int = 0,
+        workers: int = 0,
+        device: torch.device | str = "cpu",
+        first_task: int | None = None,
+        validation: float | None = None,
+        scenario: Scenario = "class",
+    ) -> None:
+        self.dataset, self.transforms, self.seed, self.workers = dataset, transforms, seed, workers
+        self.validation = validation  # said in stream.json; the data set has been split already
+        self.scenario, self.domains = scenario, None
+        if scenario == "domain":
+            self.domains = domains_in_order(dataset, order, order_seed)
+            self.class_order = list(range(len(dataset.class_names)))
+            self.tasks = [list(self.class_order) for _ in self.domains.names]
+        else:
+            self.class_order, self.tasks = tasks_of(dataset, tasks, order, order_seed, first_task)
+        place = np.argsort(self.class_order)  # of each class
+        self._train_labels, self._test_labels = place[dataset.train.labels], place[dataset.test.labels]
+        if self.domains is not None:
+            self._train_labels = self._train_labels + len(place) * self.domains.train
+            self._test_labels = self._test_labels + len(place) * self.domains.test
+        self._train, self._test = (_by_task(part, self.tasks) for part in (self._train_labels, self._test_labels))
+        device = torch.device(device)
+        self._batched: BatchedTransforms | None = None
+        if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
+            self._batched, self._cache = BatchedTransforms(transforms, device), ImageCache(device)
+        else:
+            _ = transforms.augment  # loads torchvision here, and not in each worker
+
+    def first_label(self, task: int) -> int:
+        return sum(len(classes) for classes in self.tasks[:task])
+
+    def train_count(self, task: int) -> int:
+        return len(self._train[task])
+
+    def test_counts(self) -> list[int]:
+        return [len(indices) for indices in self._test]
+
+    def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Iterable[Batch]:
+        """The task's images, shuffled and augmented; an epoch walks through them `repeats` times."""
+        numbers = (self.seed, task, epoch)
+        order = np.random.Generator(np.random.PCG64(numbers)).permutation(repeats * self.train_count(task))
+
+        def seed(position: int | None) -> int:
+            return mix_seeds(*numbers, 1 if position is None else position)
+
+        return self._batches("train", task, order, batch_size, self.transforms, seed)
+
+    def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
+        """The task's training images in the order of the data set, as in evaluation unless the configuration has
+        another transform for the covariances, whose images these are."""
+        transforms = self.transforms.covariance
+        numbers = (self.seed, task, COVARIANCE_PASS)
+
+        def seed(position: int | None) -> int:
+            return mix_seeds(*numbers) if position is None else mix_seeds(*numbers, position)
+
+        places = np.arange(self.train_count(task))
+        return self._batches("train", task, places, batch_size, transforms, seed if transforms.augments else None)
+
+    def some_images(self, task: int, count: int) -> torch.Tensor:
+        """Up to `count` training images of the task, spread evenly over it, as in evaluation."""
+        last = self.train_count(task) - 1
+        chosen = np.unique(np.linspace(0, last, min(count, last + 1)).round().astype(int))
+        [(images, _)] = self._batches("train", task, chosen, len(chosen), self.transforms)
+        return images
+
+    def test_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
+        return self._batches("test", task, np.arange(len(self._test[task])), batch_size, self.transforms)
+
+    def _batches(
+        self,
+        split: Literal["train", "test"],
+        task: int,
+        positions: NDArray[np.int64],
+        batch_size: int,
+        transforms: Transforms,
+        seed: Callable[[int | None], int] | None = None,
+    ) -> Iterable[Batch]:
+        """The task's images at these positions, which count on where an epoch walks through the images again. `seed` is
+        that of the augmentation: of a position, or of all for None; without it, images are as in evaluation."""
+        training = split == "train"
+        images = self.dataset.train if training else self.dataset.test
+        labels = self._train_labels if training else self._test_labels
+        indices = self._train[task] if training else self._test[task]
+        places = positions % len(indices)
+        if self._batched is None:
+            seeds = (None if seed is None else seed(int(position)) for position in positions)
+            samples = list(zip(indices[places].tolist(), seeds, strict=True))
+            return CpuLoader(images, labels, transforms, samples, batch_size, self.workers)
+        cached = (self._cache.train if training else self._cache.test)(task, images, indices)
+        batched = (
+            self._batched if transforms is self.transforms else BatchedTransforms(transforms, self._batched.device)
+        )
+        common = None if seed is None else seed(None)
+        return BatchedLoader(batched, cached, places, labels[indices[places]], batch_size, common)
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies the stream, for stream.json and results.json."""
+        names = self.dataset.class_names
+        optional: dict[str, Any] = {}
+        if self.scenario != "class":
+            optional["scenario"] = self.scenario
+        if self.domains is not None:
+            optional["domains"] = self.domains.names
+        if self.validation is not None:
+            optional["validation"] = self.validation
+        if self.dataset.skipped:
+            optional["skipped"] = list(self.dataset.skipped)
+        return {
+            "dataset": self.dataset.name,
+            "class_names": names,
+            "class_order": self.class_order,
+            "tasks": self.tasks,
+            "train": [self.train_count(t) for t in range(len(self.tasks))],
+            "test": self.test_counts(),
+            "fingerprint": self._fingerprint(),
+            "transforms": self.transforms.describe(),
+            **optional,
+        }
+
+    def _fingerprint(self) -> str:
+        """The data set's; where the tasks are domains, it changes with them as well."""
+        fingerprint = self.dataset.fingerprint()
+        if self.domains is None:
+            return fingerprint
+        content = hashlib.sha256(fingerprint.encode())
+        for numbers in (self.domains.train, self.domains.test):
+            content.update(numbers.astype("<i8").tobytes())
+        return content.hexdigest()
+
+
+def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
+    """Numbers of each task's images, in the order of the data set."""
+    ends = np.cumsum([len(task) for task in tasks])
+    which = np.searchsorted(ends, labels, side="right")
+    counts = np.bincount(which, minlength=len(tasks))
+    return np.split(np.argsort(which, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def mix_seeds(*numbers: int) -> int:
+    """One seed from several numbers, each of which matters."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def open_data(config: StreamConfig) -> DataSet:
+    """The images that a configuration names: those to train with and those to evaluate on."""
+    dataset = open_dataset(config.dataset, config.root, config.skip_bad)
+    if config.by_domain:
+        domains_in_order(dataset)  # says what is wrong with them before anything is held back
+    if config.validation is not None:
+        dataset = dataset.with_validation(config.validation, config.by_domain)
+    return dataset.limited(config.train_per_class, config.by_domain)
+
+
+def open_stream(
+    config: StreamConfig,
+    image_size: int,
+    mean: list[float],
+    std: list[float],
+    seed: int,
+    workers: int,
+    device: torch.device | str = "cpu",
+) -> Stream:
+    """The stream that a configuration names; `image_size`, `mean`, `std` and `device` are the backbone's."""
+    if seed < 0:
+        raise UserError(f"seed must not be negative, got {seed}.")
+    return Stream(
+        open_data(config),
+        Transforms(config.transforms, image_size, mean, std),
+        "own" if config.own_tasks else config.tasks,
+        config.order,
+        config.order_seed,
+        seed,
+        workers,
+        device,
+        config.first_task,
+        config.validation,
+        config.scenario,
+    )

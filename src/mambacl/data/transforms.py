@@ -1,0 +1,114 @@
+"""From an image (uint8, 3 x h x w) to the model's input: for training, for evaluation, for the covariances.
+
+Every random choice comes from a seed that belongs to the image and the pass, so that neither the number of workers nor
+an interruption changes what the model sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mambacl.data.config import TransformConfig
+
+if TYPE_CHECKING:
+    from torchvision.transforms import InterpolationMode
+
+Step = dict[str, Any]  # one step of a transform, for a reader
+
+
+class Transforms:
+    """Built once; `train` and `evaluate` give float images, `normalize` takes a batch of them to the model's input.
+
+    torchvision is loaded when something is asked of it, which takes seconds: the batched engine rarely needs it.
+    """
+
+    def __init__(self, config: TransformConfig, image_size: int, mean: list[float], std: list[float]) -> None:
+        self.config, self._backbone = config, (image_size, mean, std)
+        self.size = config.image_size or image_size
+        self.resize = config.resize or self.size
+        self.mean = torch.tensor(config.mean or mean).view(1, 3, 1, 1)
+        self.std = torch.tensor(config.std or std).view(1, 3, 1, 1)
+        self.augments, self.uses_autoaugment = config.augment != "none", config.augment.startswith("autoaugment")
+        self.padding = self.size // 8 if config.augment == "crop-flip" else 0
+        self.engine = config.engine
+
+    @cached_property
+    def mode(self) -> InterpolationMode:
+        from torchvision.transforms import InterpolationMode
+
+        return InterpolationMode(self.config.interpolation)
+
+    @cached_property
+    def augment(self) -> Callable[[Tensor], Tensor] | None:
+        return _augmentation(self.config, self.size, self.padding, self.mode)
+
+    @cached_property
+    def covariance(self) -> Transforms:
+        """What the covariances see: `train` of these where they augment, else `evaluate`."""
+        return Transforms(self.config.for_covariance(), *self._backbone)
+
+    def describe(self) -> dict[str, list[Step]]:
+        """The steps of each transform, with the values that come from the backbone."""
+        return {
+            "training": self._steps(True),
+            "evaluation": self._steps(False),
+            "covariance": self.covariance._steps(True),
+        }
+
+    def _steps(self, training: bool) -> list[Step]:
+        mode, augment = self.config.interpolation, self.config.augment if training else "none"
+        if augment.startswith("autoaugment"):
+            policy = augment.partition("-")[2]
+            steps: list[Step] = [{"autoaugment": policy, "interpolation": self.config.augment_interpolation}]
+            steps.append({"random_resized_crop": self.size, "interpolation": mode})
+        else:
+            steps = [{"resize": self.resize, "interpolation": mode}]
+            steps += [{"central_crop": self.size}] if self.resize != self.size else []
+            steps += [{"random_crop": self.size, "padding": self.padding}] if augment == "crop-flip" else []
+            steps += [{"random_flip": 0.5}] if augment in ("flip", "crop-flip") else []
+        mean, std = ([round(value, 6) for value in part.flatten().tolist()] for part in (self.mean, self.std))
+        return [*steps, {"normalise": {"mean": mean, "std": std}}]
+
+    def evaluate(self, image: Tensor) -> Tensor:
+        from torchvision.transforms.v2 import functional as TF
+
+        return TF.center_crop(self._resized(image, self.resize), [self.size, self.size])
+
+    def train(self, image: Tensor, seed: int) -> Tensor:
+        if self.augment is None:
+            return self.evaluate(image)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.augment(image if self.uses_autoaugment else self.evaluate(image))
+
+    def normalize(self, images: Tensor) -> Tensor:
+        return (images.float() / 255 - self.mean) / self.std
+
+    def _resized(self, image: Tensor, size: int) -> Tensor:
+        if image.shape[-2:] == (size, size):
+            return image
+        from torchvision.transforms.v2 import functional as TF
+
+        return TF.resize(image, [size, size], interpolation=self.mode, antialias=True)
+
+
+def _augmentation(
+    config: TransformConfig, size: int, padding: int, mode: InterpolationMode
+) -> Callable[[Tensor], Tensor] | None:
+    from torchvision.transforms import InterpolationMode, v2
+
+    name = config.augment
+    if name == "none":
+        return None
+    if name == "flip":
+        return v2.RandomHorizontalFlip()
+    if name == "crop-flip":
+        return v2.Compose([v2.RandomCrop(size, padding=padding), v2.RandomHorizontalFlip()])
+    policy = {"autoaugment-cifar": v2.AutoAugmentPolicy.CIFAR10, "autoaugment-imagenet": v2.AutoAugmentPolicy.IMAGENET}
+    crop = v2.RandomResizedCrop(size, interpolation=mode, antialias=True)
+    return v2.Compose([v2.AutoAugment(policy[name], InterpolationMode(config.augment_interpolation)), crop])

@@ -1,0 +1,322 @@
+"""Files: atomic writes, locks, checksums, downloads, and tensors on disk.
+
+PyTorch is loaded only for tensors and the network only for downloads, so that options can be checked without them.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from mambacl.errors import UserError
+from mambacl.log import logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there nothing keeps two processes apart
+    fcntl = None  # type: ignore[assignment]
+
+PART = ".mambacl-part"  # the name of a file that is being unpacked
+CHECKSUM, ALIAS = "mambacl.checksum", "mambacl.same."
+NO_CHECKSUM = "crc32-of-all not-known-"
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+def expanded(path: str | Path) -> Path:
+    """With the home folder that ~ or ~NAME stands for."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path} begins with a home folder that does not exist: write the path out.") from None
+
+
+# Writing
+
+
+@contextmanager
+def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> Iterator[Path]:
+    """A temporary file beside `path` to write to. At the end it takes the place of `path`, flushed to disk first unless
+    `sync` is off; after an error it is removed, and `path` stays unchanged."""
+    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
+        if sync:
+            with open(temporary, "rb+") as written:
+                os.fsync(written.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    if sync and hasattr(os, "O_DIRECTORY"):
+        folder = os.open(path.parent, os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replaces a file atomically, and returns when the bytes are on disk."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, content: object) -> None:
+    write_bytes(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def write_stream(path: Path, source: IO[bytes]) -> None:
+    """A file from a stream, atomically. Nothing is flushed: data sets have hundreds of thousands of files. A killed
+    process leaves at most one unfinished file per folder, which the next one replaces."""
+    make_folder(path.parent)
+    try:
+        with replacing(path, path.parent / PART, sync=False) as temporary, open(temporary, "wb") as out:
+            shutil.copyfileobj(source, out, 1 << 20)
+    except OSError as error:
+        raise disk_error(error, path) from None
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, folder) from None
+
+
+def require_space(folder: Path, need: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise UserError(f"{folder} has room for {gigabytes(free)}, but {gigabytes(need)} are needed: make room.")
+
+
+def disk_error(error: OSError, path: Path) -> Exception:
+    """A sentence for a disk that is full or may not be written; the error itself otherwise."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"The disk is full at {path}: make room and give the same command again; what is done stays.")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return UserError(f"{path} may not be written ({error.strerror}): choose a folder that you may write to.")
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return UserError(f"{path} is a file where a folder is needed: move it away, or choose another folder.")
+    return error
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+# Locks
+
+
+@contextmanager
+def locked(lock: Path, busy: str | None = None) -> Iterator[None]:
+    """One process at a time holds this lock file, which is removed at the end. `busy` is the message where another
+    process has it; without one, waits. The lock ends with the process, however it ends."""
+    held = _lock(lock, busy) if fcntl is not None else None
+    try:
+        yield
+    finally:
+        if held is not None:
+            with suppress(OSError):
+                lock.unlink()  # before the lock is released, so that nobody locks a file that is about to go
+            os.close(held)
+
+
+def _lock(lock: Path, busy: str | None) -> int | None:
+    """A descriptor that holds the lock; None where nothing can be locked: a folder that may not be written, which needs
+    no lock, or a file system without locks."""
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            raise UserError(busy or f"{lock} cannot be locked.") from None
+        except OSError:
+            os.close(descriptor)
+            return None
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # its last owner has removed it
+
+
+# Checksums and downloads
+
+
+def has_checksum(path: Path, checksum: str, content: str = "") -> bool:
+    """Whether a file has a checksum such as 'sha256:...', or its content has the checksum `content`, once unpacked
+    where the name ends in .gz."""
+    with open(path, "rb") as file:
+        if _digest(file, checksum) == checksum:
+            return True
+    if not content:
+        return False
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as unpacked:
+            return _digest(unpacked, content) == content
+    except (EOFError, OSError, zlib.error):
+        return False
+
+
+def _digest(file: IO[bytes] | gzip.GzipFile, like: str) -> str:
+    kind = like.partition(":")[0]
+    digest = hashlib.new(kind, usedforsecurity=False)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return f"{kind}:{digest.hexdigest()}"
+
+
+def download(
+    url: str,
+    path: Path,
+    checksum: str | None,
+    otherwise: str,
+    content: str = "",
+    say: Callable[[str], None] = logger.info,
+) -> None:
+    """Downloads a file, from where an earlier call broke off if the checksum is known. The file has its name only when
+    it is complete and right. `otherwise` says what to do where there is no network."""
+    from http.client import HTTPException
+    from urllib.error import URLError
+
+    make_folder(path.parent)
+    with locked(path.with_name(f".{path.name}.lock")):
+        if path.exists():  # another process has fetched it
+            return
+        part = path.with_name(path.name + ".part")
+        begun = part.stat().st_size if checksum and part.exists() else 0
+        say(f"Downloading {url} to {path}" + (f", from {gigabytes(begun)} on" if begun else ""))
+        try:
+            expected = _fetch(url, part, begun)
+        except UserError:
+            raise
+        except (URLError, HTTPException, OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise UserError(f"Could not download {url} ({reason}): try again, or {otherwise}.") from None
+        size = part.stat().st_size
+        if expected is not None and size < expected:
+            raise UserError(
+                f"The download of {url} broke off after {size} of {expected} bytes: try again to continue it."
+            )
+        if checksum is not None and not has_checksum(part, checksum, content):
+            part.unlink()
+            raise UserError(
+                f"The file at {url} is not the one expected ({checksum}): it was not kept; try again, or {otherwise}."
+            )
+        os.replace(part, path)
+
+
+def _fetch(url: str, part: Path, begun: int) -> int | None:
+    """Appends to the part if the server can, else starts over. Returns the size of the complete file, if known."""
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(url, headers={"Range": f"bytes={begun}-"} if begun else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=60)
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and begun:  # nothing is left to fetch
+            return begun
+        raise
+    with response:
+        continued = getattr(response, "status", 200) == 206
+        length = response.headers.get("Content-Length")
+        require_space(part.parent, int(length or 0))
+        try:
+            with open(part, "ab" if continued else "wb") as out:
+                shutil.copyfileobj(response, out, 1 << 20)
+        except OSError as error:
+            raise disk_error(error, part) from None
+    return None if length is None else int(length) + (begun if continued else 0)
+
+
+# Tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
+    """Tensors and a little text in one safetensors file, written atomically with a checksum.
+
+    Names that hold the very same tensor are written once; the others are kept as an alias. One tensor at a time is in
+    memory besides what is given.
+    """
+    own: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() > 1 and place in first:
+            aliases[ALIAS + name] = first[place]
+        else:
+            first[place] = name
+            own[name] = tensor.detach()
+    order = sorted(own, key=lambda name: (-own[name].element_size(), name))  # keeps every tensor aligned
+    header: dict[str, object] = {"__metadata__": {**text, **aliases, CHECKSUM: NO_CHECKSUM}}
+    end = 0
+    for name in order:
+        begin, end = end, end + own[name].numel() * own[name].element_size()
+        dtype = DTYPES[str(own[name].dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(own[name].shape), "data_offsets": [begin, end]}
+    head = json.dumps(header, ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    sums: dict[str, int] = {}
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in order:
+            data = _bytes(own[name])
+            sums[name] = zlib.crc32(data)
+            file.write(data)
+        file.seek(8)  # the checksum is as long as its placeholder
+        file.write(head.replace(NO_CHECKSUM.encode(), _checksum(sums).encode(), 1))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and text of a file that `write_tensors` wrote; a damaged one is a `UserError`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = dict(file.metadata() or {})
+            # copies, so that the file can be replaced
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}).") from None
+    checksum = text.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _checksum({n: zlib.crc32(_bytes(t)) for n, t in tensors.items()}):
+        raise UserError(f"{path} is damaged: its contents do not match their checksum.")
+    for alias in [key for key in text if key.startswith(ALIAS)]:
+        tensors[alias.removeprefix(ALIAS)] = tensors[text.pop(alias)]
+    return tensors, text
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _checksum(sums: Mapping[str, int]) -> str:
+    """Of the names and of each tensor's own checksum."""
+    value = 0
+    for name in sorted(sums):
+        value = zlib.crc32(f"{name} {sums[name]} ".encode(), value)
+    return f"crc32-of-all {value:010d}"
