@@ -7,18 +7,16 @@ from pathlib import Path
 import mambacl
 
 PACKAGE = Path(mambacl.__file__).parent
-DATA = ("data", "datasets", "streams")
+DATA = ("data",)
 
 # Each imports from itself and from those before it. A top-level module that is not named comes before all of them.
 ORDER = (
     "ops",
     "backbones",
-    "tuning",
     "nullspace",
+    "tuning",
     "classifiers",
     "methods",
-    "datasets",
-    "streams",
     "data",
     "training.recipe",  # options only, which the configuration holds
     "config",
@@ -29,7 +27,6 @@ ORDER = (
     "bench",
     "mamba_ssm_compat",
     "timm",
-    "timm_models",
     "cli",
     "__main__",
     "__init__",  # the package's own: the names for users
@@ -42,10 +39,8 @@ NEVER = {  # whatever the order says
 KNOWN = {  # imports that close a circle, to be untied
     ("backbones.registry", "backbones.loading"),  # create_model loads weights
     ("methods.registry", "methods.base"),  # for the type checker only
-    ("nullspace.adapters", "nullspace.layers"),  # built-in adapters are looked up when needed
-    ("nullspace.adapters", "nullspace.selective"),
+    ("nullspace.blocks", "nullspace.block_readers"),  # built-in readers are looked up when needed
     ("nullspace.optimizer", "nullspace.space"),  # for the type checker only
-    ("ops.kernels.scan_single", "ops.scan_tiles"),  # the size of a tile
 }
 
 

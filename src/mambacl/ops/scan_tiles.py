@@ -20,8 +20,10 @@ from mambacl.ops.scan_triton import Split, processors, segments
 
 FILLED = 2048  # warps that keep a large GPU busy
 RESIDENT = {False: 12, True: 8}  # warps of the forward and of the backward that a processor of a GPU holds at once
+# The kernels for a single state: channels of a program, which is one warp; segments of a tile, and steps of each; and
+# programs of the backward that a processor of a GPU holds at once.
+SINGLE_CHANNELS, SINGLE_SEGMENTS, SINGLE_STEPS, SINGLE_RESIDENT = 4, 8, 8, 16
 PIECE = 256  # steps: below, going over all of them once more costs more than it saves
-SINGLE_SEGMENTS, SINGLE_STEPS = 8, 8  # of a tile of the kernels for a single state, and steps of each segment
 SPREAD = 4  # waves of programs below which blocks of channels are not taken one after the other by one program
 
 
@@ -110,9 +112,7 @@ def forward(
     last = call.new(len(u), *A.shape)
     kept = call.new(*(kept_shape(u, delta, A, z, order) if keep else (0,)))
     if call.single:
-        from mambacl.ops.kernels import scan_single
-
-        scan_single.forward(call, out, last, kept, D is not None, keep)
+        _single_forward(call, out, last, kept, D is not None, keep)
         return out, last, kept
     ends, sums = _ends(call, u)
     launch(
@@ -149,11 +149,8 @@ def backward(
     dA = call.new(parts, *A.shape) if need_A else call.A  # A itself is not written
     dD, dbias = (call.A if x is None else call.new(parts, channels) for x in (D, bias))
     if call.single:
-        from mambacl.ops.kernels import scan_single
-
-        dB, dC = scan_single.backward(
-            call, _time_contiguous(dout), dlast, kept, du, ddelta, dz, dA, dD, dbias, D is not None, need_A
-        )  # fmt: skip
+        skip = D is not None
+        dB, dC = _single_backward(call, dout, dlast, kept, du, ddelta, dz, dA, dD, dbias, skip, need_A)
         return _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A)
     share = call.share
     shares = -(-call.constants["BLOCKS"] // share) * B.shape[2]
@@ -185,6 +182,71 @@ def _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A):  # ty
         *(dD.sum(0) if D is not None else None, dz if z is not None else None),
         dbias.sum(0) if bias is not None else None,
     )
+
+
+def _single_arguments(call: "_Call", *tensors: Tensor) -> tuple[list[int], dict[str, Any]]:
+    """The length and all strides of batch and channels in vectors of V values, as many as fit into 16 bytes and divide
+    all of them; and the constants. `tensors`: (b, l, d), and B and C (b, l, g, 1), with time contiguous."""
+    L, reverse = call.u.shape[1], call.constants["ORDER"] == "reverse"
+    strides = [stride for x in (*tensors, call.B, call.C) for stride in (x.stride(0), x.stride(2))]
+    V = 1 if reverse else 16 // max(x.element_size() for x in (*tensors, call.B, call.C))
+    while V > 1 and any(number % V for number in (L, *strides)):
+        V //= 2
+    names = ("GROUPS", "K", "LOG_A", "GATE", "BIAS", "SOFTPLUS")
+    constants = {name: call.constants[name] for name in names}
+    constants |= {
+        "CH": SINGLE_CHANNELS,
+        "S": SINGLE_SEGMENTS,
+        "Q": SINGLE_STEPS,
+        "V": V,
+        "REVERSE": reverse,
+        "num_warps": 1,
+    }
+    constants["EVEN"] = L % (SINGLE_SEGMENTS * SINGLE_STEPS) == 0 and constants["K"] % SINGLE_CHANNELS == 0
+    return [number // V for number in (L, *strides)], constants
+
+
+def _single_blocks(call: "_Call") -> int:
+    return -(-int(call.constants["K"]) // SINGLE_CHANNELS)
+
+
+def _single_forward(call: "_Call", out: Tensor, last: Tensor, kept: Tensor, skip: bool, keep: bool) -> None:
+    from mambacl.ops.kernels.launch import launch
+    from mambacl.ops.kernels.scan_single import scan_single_forward
+
+    numbers, constants = _single_arguments(call, call.u, call.delta, call.z, out)
+    launch(
+        scan_single_forward, (len(call.u) * call.constants["GROUPS"] * _single_blocks(call),),
+        *(call.u, call.delta, call.A, call.B, call.C, call.D, call.z, call.bias, out, last, kept),
+        *numbers,
+        **constants, SKIP=skip, KEEP=keep,
+    )  # fmt: skip
+
+
+def _single_backward(
+    call: "_Call", dout: Tensor, dlast: Tensor | None, kept: Tensor, du: Tensor, ddelta: Tensor, dz: Tensor, dA: Tensor,
+    dD: Tensor, dbias: Tensor, skip: bool, need_A: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fills the gradients, and returns dB and dC (b, l, g, 1)."""
+    from mambacl.ops.kernels.launch import launch
+    from mambacl.ops.kernels.scan_single import scan_single_backward
+
+    dout = _time_contiguous(dout)
+    numbers, constants = _single_arguments(call, dout, call.u, call.delta, call.z, du, ddelta, dz)
+    batch, L, groups = len(call.u), call.u.shape[1], call.constants["GROUPS"]
+    # As many programs as a GPU holds at once, so that few sums for dB and dC remain.
+    blocks, room = _single_blocks(call), SINGLE_RESIDENT * processors(call.u.device)
+    share = -(-blocks // max(1, room // (batch * groups)))
+    shares = -(-blocks // share)
+    parts = call.new(batch, groups, shares, 2, L)
+    launch(
+        scan_single_backward, (batch * groups * shares,),
+        *(dout, dout if dlast is None else dlast.contiguous(), call.u, call.delta, call.A, call.B, call.C, call.D),
+        *(call.z, call.bias, kept, du, ddelta, dz, dA, dD, dbias, parts), *numbers,
+        **constants, SHARE=share, SKIP=skip, LAST=dlast is not None, NEED_A=need_A,
+    )  # fmt: skip
+    dB, dC = torch.sum(parts, 2).transpose(1, 3).unsqueeze(4).unbind(2)  # (b, l, g, 1)
+    return dB, dC
 
 
 class _Call:

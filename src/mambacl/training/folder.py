@@ -23,7 +23,7 @@ from typing import Any
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
-from mambacl.files import locked, write_bytes
+from mambacl.files import locked, write_bytes, write_json
 from mambacl.nullspace.memory import COVARIANCE_FOLDER
 from mambacl.scenarios import SCENARIOS
 
@@ -77,7 +77,7 @@ class RunFolder:
 
     def create(self, config: RunConfig, stream: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self._write_json(STREAM, stream)
+        write_json(self.path / STREAM, stream)
         write_bytes(self.path / CONFIG, config.as_yaml().encode())
 
     def clear(self) -> None:
@@ -143,7 +143,7 @@ class RunFolder:
         return results
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        self._write_json(RESULTS, results)
+        write_json(self.path / RESULTS, results)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Of what is done after the run itself."""
@@ -163,7 +163,7 @@ class RunFolder:
         return audit
 
     def write_audit(self, audit: Mapping[str, Any]) -> None:
-        self._write_json(AUDIT, {"schema": SCHEMA, **audit})
+        write_json(self.path / AUDIT, {"schema": SCHEMA, **audit})
 
     # Events, one per line
 
@@ -242,9 +242,6 @@ class RunFolder:
         if not isinstance(value, dict):
             raise UserError(f"{path} holds a {type(value).__name__} where a mapping belongs; restore the file.")
         return value
-
-    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        write_bytes(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _problem(results: Mapping[str, Any]) -> str | None:

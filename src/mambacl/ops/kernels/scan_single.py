@@ -13,20 +13,13 @@ the gradient of h, and q that of the state before:
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 # ruff: noqa: RUF005, SIM102
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mambacl.ops.kernels.launch import launch
 from mambacl.ops.kernels.softplus import sigmoid_of_softplus, softplus
 from mambacl.ops.kernels.tiles import INSIDE, LOG2E, as_float32, sigmoid
-from mambacl.ops.scan_tiles import SINGLE_SEGMENTS, SINGLE_STEPS
-from mambacl.ops.scan_triton import processors
 
 LN2 = tl.constexpr(0.6931471805599453)
-CHANNELS = 4  # of a program, which is one warp
-RESIDENT = 16  # programs of the backward that a processor of a GPU holds at once
 
 
 @triton.jit
@@ -341,49 +334,3 @@ def scan_single_backward(
             tl.store(dbias_ptr + row, tl.sum(dbias, axis=0, keep_dims=True), mask=there)
         if SHARE > 1:
             tl.debug_barrier()  # what one lane stored, another may load
-
-
-def _arguments(call, *tensors: Tensor) -> tuple[list[int], dict]:
-    """The length and all strides of batch and channels in vectors of V values, as many as fit into 16 bytes and divide
-    all of them; and the constants. `tensors`: (b, l, d), and B and C (b, l, g, 1), with time contiguous."""
-    L, reverse = call.u.shape[1], call.constants["ORDER"] == "reverse"
-    strides = [stride for x in (*tensors, call.B, call.C) for stride in (x.stride(0), x.stride(2))]
-    V = 1 if reverse else 16 // max(x.element_size() for x in (*tensors, call.B, call.C))
-    while V > 1 and any(number % V for number in (L, *strides)):
-        V //= 2
-    names = ("GROUPS", "K", "LOG_A", "GATE", "BIAS", "SOFTPLUS")
-    constants = {name: call.constants[name] for name in names}
-    constants |= {"CH": CHANNELS, "S": SINGLE_SEGMENTS, "Q": SINGLE_STEPS, "V": V, "REVERSE": reverse, "num_warps": 1}
-    constants["EVEN"] = L % (SINGLE_SEGMENTS * SINGLE_STEPS) == 0 and constants["K"] % CHANNELS == 0
-    return [number // V for number in (L, *strides)], constants
-
-
-def _blocks(call) -> int:
-    return triton.cdiv(call.constants["K"], CHANNELS)
-
-
-def forward(call, out: Tensor, last: Tensor, kept: Tensor, skip: bool, keep: bool) -> None:
-    numbers, constants = _arguments(call, call.u, call.delta, call.z, out)
-    launch(
-        scan_single_forward, (len(call.u) * call.constants["GROUPS"] * _blocks(call),),
-        *(call.u, call.delta, call.A, call.B, call.C, call.D, call.z, call.bias, out, last, kept, *numbers),
-        **constants, SKIP=skip, KEEP=keep,
-    )  # fmt: skip
-
-
-def backward(call, dout, dlast, kept, du, ddelta, dz, dA, dD, dbias, skip, need_A) -> tuple[Tensor, Tensor]:
-    """Fills the gradients, and returns dB and dC (b, l, g, 1)."""
-    numbers, constants = _arguments(call, dout, call.u, call.delta, call.z, du, ddelta, dz)
-    batch, L, groups = len(call.u), call.u.shape[1], call.constants["GROUPS"]
-    # As many programs as a GPU holds at once, so that few sums for dB and dC remain.
-    share = triton.cdiv(_blocks(call), max(1, RESIDENT * processors(call.u.device) // (batch * groups)))
-    shares = triton.cdiv(_blocks(call), share)
-    parts = call.new(batch, groups, shares, 2, L)
-    launch(
-        scan_single_backward, (batch * groups * shares,),
-        *(dout, dout if dlast is None else dlast.contiguous(), call.u, call.delta, call.A, call.B, call.C, call.D),
-        *(call.z, call.bias, kept, du, ddelta, dz, dA, dD, dbias, parts, *numbers),
-        **constants, SHARE=share, SKIP=skip, LAST=dlast is not None, NEED_A=need_A,
-    )  # fmt: skip
-    dB, dC = torch.sum(parts, 2).transpose(1, 3).unsqueeze(4).unbind(2)  # (b, l, g, 1)
-    return dB, dC
