@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from mambacl.bench.models import free_memory
-from mambacl.bench.ours import available_backends, scan_tokens
 from mambacl.bench.result import Result, Row
 from mambacl.bench.shapes import MAMBA_SSM, MAMBA_SSM_GPU, MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.errors import UserError
+from mambacl.ops import available_backends, scan_tokens
 
 LEFT_OUT = ("size", "floor_forward_ms", "floor_backward_ms")
 NOTES = (

@@ -10,6 +10,8 @@ over the lanes. Backward, p is the gradient of h:
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -225,7 +227,7 @@ def _backward(
         tl.store(dbias_ptr + row, dbias, mask=there)
 
 
-def _constants(call, L: int) -> dict:
+def _constants(call, L: int) -> dict[str, Any]:
     names = ("GROUPS", "K", "LOG_A", "GATE", "BIAS", "SOFTPLUS")
     given = {name: call.constants[name] for name in names}
     return {**given, "CH": ROWS, "T": single_steps(L), "REVERSE": call.constants["ORDER"] == "reverse", "num_warps": 1}

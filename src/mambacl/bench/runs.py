@@ -1,18 +1,21 @@
-"""Part `run`: a whole run of Mamba-CL, from the files to the last evaluation."""
+"""Part `run`: a whole run of Mamba-CL, from the files to the last evaluation. `mambacl bench precision`: whether a
+precision loses accuracy beyond the spread of seeds."""
 
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench.result import Result, Row
+from mambacl.bench.options import check_at_least_one, check_writable
+from mambacl.bench.result import Result, Row, publish
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.config import RunConfig, resolve
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import PHASES
-from mambacl.training.run import train
+from mambacl.training.run import Run, pick_device, train
 
 PACKAGED, CIFAR = "demo", "cifar100-10-nano"
 NOTES = (
@@ -21,6 +24,11 @@ NOTES = (
 )
 GPU_NOTE = "A short run went before it, in which kernels were compiled."
 SHORT: dict[str, Any] = {"stream": {"tasks": 2, "train_per_class": 50}, "training": {"passes": 1}}
+PRECISIONS = ("float32", "tf32", "bf16")
+PRECISION_NOTES = (
+    "One run per precision and seed; finished runs in the folder are shown as they are, an interrupted one is "
+    "continued. train s: with or without compiling kernels, as the run found them.",
+)
 
 
 def configuration(
@@ -64,3 +72,43 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
 def _images(folder: Path) -> int:
     """Training images of all tasks."""
     return sum(RunFolder(folder).stream()["train"])
+
+
+def precision(
+    preset: str = CIFAR,
+    root: Path | None = None,
+    out: Path = Path("runs/precision"),
+    seeds: int = 3,
+    device: str = "auto",
+    json_file: Path | None = None,
+) -> dict[str, Any]:
+    """Shows a table, and returns what the JSON file holds; `root`: the data set's files."""
+    where = pick_device(device)
+    check_at_least_one(seeds=seeds)
+    check_writable(json_file)
+    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
+    result = compare_precisions(preset, out, seeds, changes)
+    options = {"preset": preset, "root": root and str(root), "out": str(out), "seeds": seeds, "device": device}
+    return publish(result, where, options, json_file)
+
+
+def compare_precisions(
+    preset: str | Mapping[str, Any], out: Path, seeds: int, changes: Mapping[str, Any] | None = None
+) -> Result:
+    found: dict[str, list[Run]] = {name: [] for name in PRECISIONS}
+    for seed in range(seeds):
+        for name, runs in found.items():
+            runs.append(train(preset, seed=seed, precision=name, out=str(out / f"{name}-{seed}"), **(changes or {})))
+    result = Result("Accuracy by precision", notes=list(PRECISION_NOTES))
+    for name, runs in found.items():
+        figures = {
+            "accuracy, %": [100 * run.metrics["final_accuracy_images"] for run in runs],
+            "forgetting, %": [100 * run.metrics["forgetting"] for run in runs],
+            "train s": [run.results["seconds"]["train"] for run in runs],
+        }
+        for words, values in figures.items():
+            row: Row = {"precision": name, "figure": words}
+            row |= {f"seed_{seed}": value for seed, value in enumerate(values)}
+            row |= {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if seeds > 1 else None}
+            result.rows.append(row)
+    return result
