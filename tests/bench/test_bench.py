@@ -141,14 +141,14 @@ def test_ratios_of_a_block_a_decomposition_and_inference() -> None:
     for row in result_of("decomposition").rows:
         assert row["SVD_/_eigh"] == pytest.approx(row["SVD_s"] / row["eigh_s"]) and row["planned_/_held"] == 1
     for row in result_of("inference").rows:
-        assert row["ms_an_image"] == pytest.approx(row["call_ms"] / row["batch"])
+        assert row["ms_per_image"] == pytest.approx(row["call_ms"] / row["batch"])
 
 
 @pytest.mark.slow
 def test_ratios_of_a_step_a_projection_and_a_run() -> None:
     for row in result_of("step").rows:
         assert row["per_cent_slower"] == pytest.approx(100 * (row["projected_ms"] / row["sequential_ms"] - 1))
-        assert row["images_a_second"] == pytest.approx(1e3 * row["batch"] / row["projected_ms"])
+        assert row["images_per_second"] == pytest.approx(1e3 * row["batch"] / row["projected_ms"])
         assert row["plain_/_sequential"] == pytest.approx(row["plain_ms"] / row["sequential_ms"])
     for row in result_of("projection").rows:
         assert row["dense_loop_/_projection"] == pytest.approx(row["dense_loop_ms"] / row["projection_ms"])

@@ -44,7 +44,7 @@ def bench(
     root: Path | None = None,
     show: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Measures the parts named, or all, shows a table of each as it is done, and returns what the JSON file holds.
+    """Measures the parts named, or all, shows each table when it is done, and returns what the JSON file holds.
 
     `shapes`: scans by name, in place of those that suit the device; `root`: CIFAR-100's files, for the part run.
     """

@@ -85,7 +85,7 @@ def free_memory() -> None:
 
 
 def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """For a forward pass by itself, as in the loop: bf16 under PyTorch's autocast, the others as they are."""
+    """For a forward pass by itself, as in the loop: bf16 under PyTorch's autocast, the others without."""
     return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
 
 

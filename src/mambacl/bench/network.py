@@ -47,13 +47,13 @@ STEP_NOTES = (
     "plain: the sequential step in PyTorch operations only, the scan included; none where it does not fit into memory.",
 )
 STEP_GPU_NOTE = (
-    "recorded: the loop replayed both as CUDA graphs. peak GB: of the GPU's memory in a step that is not, each method "
-    "by itself; Mamba-CL's covariances are part of it."
+    "recorded: the loop replayed both as CUDA graphs. peak GB: of the GPU's memory in a step that is not recorded, "
+    "each method by itself; Mamba-CL's covariances are part of it."
 )
 INFERENCE_NOTES = ("A call that is waited for, images at hand. Mamba-CL adds nothing to it but its classifiers.",)
 INFERENCE_GPU_NOTE = (
-    "call ms: the call as it is; recorded ms: the same replayed as a CUDA graph (`mambacl.recorded`), what ms an image "
-    "and images a second are of. GPU ms: the GPU's own time for a call, launching left out; none where it cannot be "
+    "call ms: not recorded; recorded ms: replayed as a CUDA graph (`mambacl.recorded`), on which ms per image and "
+    "images per second are based. GPU ms: the GPU's own time for a call, launching left out; none where it cannot be "
     "told apart."
 )
 
@@ -94,7 +94,7 @@ def _block_rows(clock: Clock, case: Case, name: str, batch: int) -> list[Row]:
             "with": mode,
             "forward_ms": 1e3 * once.seconds,
             "forward_and_backward_ms": 1e3 * whole.seconds,
-            "images_a_second": batch / whole.seconds,
+            "images_per_second": batch / whole.seconds,
             "plain_/_kernels": None,
         }
         if clock.device.type == "cuda":
@@ -152,7 +152,7 @@ def _step_row(clock: Clock, case: Case, name: str, past: Past, batch: int) -> Ro
     model = build(case, clock.device)
     given = images(case, model, batch)
     labels = torch.arange(batch, device=clock.device) % CLASSES
-    with products(name):  # the loop has an autocast of its own
+    with products(name):  # the loop does its own autocast
         peaks = {}
         for key, method in METHODS.items():
             peaks[key] = _peak(clock, partial(_stepper, method, model, given, labels, name, past))
@@ -164,7 +164,7 @@ def _step_row(clock: Clock, case: Case, name: str, past: Past, batch: int) -> Ro
     row: Row = {"model": case.model, "batch": batch, "precision": name}
     row |= {f"{key}_ms": 1e3 * seconds[key] for key in METHODS}
     row["per_cent_slower"] = 100 * (seconds["projected"] / seconds["sequential"] - 1)
-    row["images_a_second"] = batch / seconds["projected"]
+    row["images_per_second"] = batch / seconds["projected"]
     if clock.device.type == "cuda":
         row["recorded"] = all(getattr(step.func, "_recorded", None) is not None for step in steps.values())
     del steps
@@ -246,7 +246,7 @@ def _inference_rows(clock: Clock, case: Case, name: str) -> list[Row]:
                 fast = Recorded(partial(_predict, method, name=name), model.parameters)
                 seconds = clock.wall(partial(_without_gradients, fast, given))
                 row["recorded_ms"] = 1e3 * seconds if fast.recordings() else None
-            row |= {"ms_an_image": 1e3 * seconds / batch, "images_a_second": batch / seconds}
+            row |= {"ms_per_image": 1e3 * seconds / batch, "images_per_second": batch / seconds}
             if clock.device.type == "cuda":
                 own = clock.on_device(predict)
                 row["GPU_ms"] = 1e3 * own.seconds if own.queued else None

@@ -29,7 +29,7 @@ from mambacl.ops import selective_scan
 
 Call = Callable[[], Tensor]
 ENGINE_TRIALS = 5  # calls of each variant of a graph
-PLAIN_STEPS = 256  # a peer that launches kernels for each step takes a GPU longer than one cares to wait for more
+PLAIN_STEPS = 256  # on a GPU, peers that launch kernels for each step are too slow for longer scans
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ NOTES = (
     "gradient of each input. functions: one exponential per state and step, two with a backward, which computes states "
     "again; and those of softplus and of the gate. products: multiplications, with an addition or without.",
     "Ceilings measured in this run: {bytes:.3g} GB/s, {functions:.3g} billion functions and {products:.3g} billion "
-    "products a second. The longest of these times binds; left: the time taken, divided by it.",
+    "products per second. The longest of these times binds; left: the time taken, divided by it.",
 )
 CPU_NOTE = f"On the CPU a function takes about {EXPONENTIAL} products, so that both add up to the arithmetic."
 GPU_NOTE = "registers: of a thread of the scan's kernel; warps: how many of them a processor has registers for, of 64."
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """In a second."""
+    """Per second."""
 
     bytes: float
     functions: float
@@ -62,7 +62,7 @@ class Ceilings:
 
 
 def ceilings(clock: Clock, copied: float) -> Ceilings:
-    """`copied`: bytes in a second that a copy reads and writes."""
+    """`copied`: bytes per second that a copy reads and writes."""
     if clock.device.type == "cuda":
         return Ceilings(copied, *_on_gpu(clock), shared=False)
     products = _on_cpu(clock)
@@ -129,7 +129,7 @@ def _elements(shape: Shape) -> tuple[int, int, int]:
 
 
 def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
-    """`speed`: bytes in a second that a copy reads and writes."""
+    """`speed`: bytes per second that a copy reads and writes."""
     ceiling = ceilings(clock, speed)
     on_gpu = clock.device.type == "cuda"
     result = Result(f"Roofline of the scan on {clock.device.type}", left_out=("size",))

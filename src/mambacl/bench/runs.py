@@ -20,13 +20,13 @@ from mambacl.training.run import Run, pick_device, train
 PACKAGED, CIFAR = "demo", "cifar100-10-nano"
 NOTES = (
     "{preset} in {precision}: {tasks} tasks, {images} training images, passes: {passes}. rest: model, data, "
-    "checkpoints, results. images a second: while training.",
+    "checkpoints, results. images per second: while training.",
 )
 GPU_NOTE = "A short run went before it, in which kernels were compiled."
 SHORT: dict[str, Any] = {"stream": {"tasks": 2, "train_per_class": 50}, "training": {"passes": 1}}
 PRECISIONS = ("float32", "tf32", "bf16")
 PRECISION_NOTES = (
-    "One run per precision and seed; finished runs in the folder are shown as they are, an interrupted one is "
+    "One run per precision and seed; finished runs in the folder are not trained again, an interrupted one is "
     "continued. train s: with or without compiling kernels, as the run found them.",
 )
 
@@ -56,7 +56,7 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
     row: Row = {"preset": config.name, "seconds": seconds}
     row |= {f"{phase}_s": phases[phase] for phase in PHASES}
     row["rest_s"] = seconds - sum(phases[phase] for phase in PHASES)
-    row["images_a_second"] = run.results["images_per_second"]
+    row["images_per_second"] = run.results["images_per_second"]
     row["final_accuracy_per_cent"] = 100 * run.metrics["final_accuracy_tasks"]
     words = {
         "preset": config.name,

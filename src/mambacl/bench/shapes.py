@@ -36,7 +36,7 @@ class Shape:
         return inputs + tokens, 2 * inputs + tokens
 
     def graph_bytes(self) -> int:
-        """What autograd keeps for the plain reference: about four states a step."""
+        """What autograd keeps for the plain reference: about four states per step."""
         return 16 * self.batch * self.channels * self.states * self.length
 
     def __str__(self) -> str:
