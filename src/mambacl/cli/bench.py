@@ -1,65 +1,65 @@
-"""The command bench."""
+"""The commands bench and bench against."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from mambacl.cli.parsing import Parser
+from mambacl.config import Device
 from mambacl.errors import UserError
+from mambacl.options import at_least
 
 
-def bench(arguments: Sequence[str]) -> int:
-    """how fast this machine does it, part by part: `mambacl bench scan step --device cpu`"""
-    if list(arguments[:1]) == ["against"]:
-        return against(arguments[1:])
-    parts, names = _names() if {"-h", "--help"} & set(arguments) else ("", "")
-    words = (
-        "Times the parts named, or all, at sizes that suit the device. Ratios are those of one run. `mambacl bench "
-        "against` times the scan beside other implementations."
-    )
-    parser = Parser(prog="mambacl bench", description=words)
-    parser.add_argument("parts", metavar="PART", nargs="*", help=f"of {parts}; all if none is named")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, with machine and date")
-    shapes = f"scans to time: {names}; those that suit the device if left out"
-    parser.add_argument("--shape", nargs="+", action="extend", default=[], metavar="NAME", help=shapes)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats, to see that all is well")
-    parser.add_argument("--root", type=Path, default=None, help="folder with CIFAR-100's files, for the part run")
-    given = parser.parse_intermixed_args(arguments)
-    if "against" in given.parts:
+def _parts() -> str:  # PyTorch is loaded for the names
+    from mambacl.bench import PARTS
+
+    return f"{', '.join(PARTS)}; all if none is named"
+
+
+def _shapes() -> str:
+    from mambacl.bench import SHAPES
+
+    return f"scans to time: {', '.join(SHAPES)}; those that suit the device if left out"
+
+
+Shapes = Annotated[tuple[str, ...], _shapes]
+Json = Annotated[Path | None, "also write the figures there, with machine and date"]
+
+
+def bench(
+    *part: Annotated[str, _parts],
+    device: Annotated[Device, "auto, cpu, cuda or cuda:N"] = "auto",
+    json: Json = None,
+    shape: Shapes = (),
+    quick: Annotated[bool, "fewer sizes and repeats, to see that all is well"] = False,
+    root: Annotated[Path | None, "folder with CIFAR-100's files, for the part run"] = None,
+) -> int:
+    """measure how fast this machine is, part by part: `mambacl bench scan step --device cpu`
+
+    Times the parts at sizes that suit the device. Ratios are taken within one run."""
+    if "against" in part:
         raise UserError("`against` goes by itself, before its options: mambacl bench against --help says which.")
 
     from mambacl.bench import bench as run_bench
 
-    run_bench(given.parts, given.device, given.json, given.shape, given.quick, given.root)
+    run_bench(part, device, json, shape, quick, root)
     return 0
 
 
-def _names() -> tuple[str, str]:
-    """Of the parts and the shapes, which PyTorch must be loaded for."""
-    from mambacl.bench import PARTS, SHAPES
+def bench_against(
+    *,
+    device: Annotated[Device, "auto, cpu, cuda or cuda:N"] = "auto",
+    shape: Shapes = (),
+    threads: Annotated[int, "threads on the CPU", at_least(1)] = 1,
+    rounds: Annotated[int, "most rounds per shape", at_least(1)] = 15,
+    json: Json = None,
+    commit: Annotated[str | None, "recorded in the JSON where the package does not run from a git checkout"] = None,
+) -> int:
+    """time the scan beside other implementations: `mambacl bench against --device cpu`
 
-    return ", ".join(PARTS), ", ".join(SHAPES)
+    Times the selective scan and whatever other implementations are installed, in one process and in turn, after
+    checking that their results agree. Install them with pip install 'mambacl[bench]'."""
+    from mambacl.bench.against import against
 
-
-def against(arguments: Sequence[str]) -> int:
-    names = _names()[1] if {"-h", "--help"} & set(arguments) else ""
-    words = (
-        "Times the selective scan beside whatever other implementations are installed, in one process and in turn, "
-        "after checking that their results agree. Install them with pip install 'mambacl[bench]'."
-    )
-    parser = Parser(prog="mambacl bench against", description=words)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    shapes = f"scans to time: {names}; those that suit the device if left out"
-    parser.add_argument("--shape", nargs="+", action="extend", default=[], metavar="NAME", help=shapes)
-    parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (1)")
-    parser.add_argument("--rounds", type=int, default=15, help="most rounds per shape (15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, with machine and date")
-    parser.add_argument("--commit", help="recorded in the JSON where the package does not run from a git checkout")
-    given = parser.parse_args(arguments)
-
-    from mambacl.bench.against import against as run_against
-
-    run_against(given.device, given.shape, given.json, given.threads, given.rounds, given.commit)
+    against(device, shape, json, threads, rounds, commit)
     return 0
