@@ -481,7 +481,7 @@ def test_other_names_are_left_for_the_account():
         ({"num_heads": [2, 4, True, 16]}, "num_heads must be four positive whole numbers"),
         ({"num_heads": [2, 4, 7, 16]}, "The 320 channels of stage 2 (counted from 0) do not divide into 7"),
         ({"dim": 0}, "dim must be positive"),
-        ({"dim": "80"}, "takes dim of type int"),
+        ({"dim": "80"}, "dim takes a whole number"),
         ({"num_classes": -1}, "num_classes must not be negative"),
         ({"drop_path_rate": 1.0}, "drop_path_rate must be at least 0 and below 1"),
         ({"mlp_ratio": 0}, "mlp_ratio must be positive"),

@@ -266,7 +266,7 @@ def test_the_command_writes_what_it_shows(
         (["scan", "--json", "."], "cannot be written (Is a directory)"),
         (["run", "--root", "nowhere"], "nowhere"),
         (["scan", "--root", "nowhere"], "--root names the data of the part run"),
-        (["--fast"], "Unrecognized arguments: --fast"),
+        (["--fast"], "There is no option '--fast'"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_measured(

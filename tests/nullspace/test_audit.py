@@ -157,4 +157,4 @@ def test_hyphens_are_underscores_on_the_command_line(tmp_path, capsys):
     assert main(["train", "demo", "--audit-imagse", "3"]) == 2
     assert "Did you mean '--audit_images'?" in capsys.readouterr().err
     assert main(["train", "demo", "--audit-images", "-1", "--out", str(tmp_path / "run")]) == 2
-    assert "audit_images must not be negative" in capsys.readouterr().err
+    assert "audit_images must be at least 0" in capsys.readouterr().err

@@ -265,7 +265,7 @@ def test_without_runs_the_papers_values_stand_alone(name: str, tmp_path: Path) -
     [
         (["mian"], "The paper has no 'mian' here. Did you mean 'main'? Known: main, long-sequence"),
         (["--scale", "nano"], "Say first which table or figure: main"),
-        (["eta", "--scale", "huge"], "invalid choice: 'huge'"),
+        (["eta", "--scale", "huge"], "--scale takes one of paper, nano, got 'huge'"),
         (["eta", "--scale", "nano", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. The runs: fashion-mnist"),
         (["eta", "--scale", "nano", "--method", "ease"], "sets --method itself"),

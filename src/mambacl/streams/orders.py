@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
 from mambacl.errors import UserError
 from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
@@ -18,11 +16,15 @@ def natural(classes: int, seed: int) -> list[int]:
 
 def pilot(classes: int, seed: int) -> list[int]:
     """PILOT, PyCIL and CPrompt (their usual seed is 1993)."""
+    import numpy as np  # here, because options are checked without it
+
     return np.random.RandomState(seed).permutation(classes).tolist()
 
 
 def mamba_cl(classes: int, seed: int) -> list[int]:
     """The public Mamba-CL and VPT-NSP (seeds 2024, 2025, 2026)."""
+    import numpy as np
+
     order = np.arange(classes)
     np.random.Generator(np.random.PCG64(seed)).shuffle(order)
     return order.tolist()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import signal
 import threading
 import traceback
@@ -20,7 +19,7 @@ from mambacl import ops
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import HEADS, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
-from mambacl.config import RunConfig, resolve
+from mambacl.config import RunConfig, check_device, resolve
 from mambacl.errors import UserError
 from mambacl.evaluation import SCENARIOS, Scenario
 from mambacl.log import logger
@@ -422,8 +421,7 @@ def _check_stream(folder: RunFolder, parts: _Parts) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got '{name}'.")
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
