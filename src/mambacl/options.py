@@ -183,8 +183,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 # What there is
 
 
-@cache
-def options_of(kind: Any) -> dict[str, Option]:
+def _options_of(kind: Any) -> dict[str, Option]:
     """The fields of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     made = {}
@@ -192,6 +191,9 @@ def options_of(kind: Any) -> dict[str, Option]:
         default = field.default if field.default_factory is REQUIRED else field.default_factory()
         made[field.name] = Option.of(field.name, hints[field.name], default)
     return made
+
+
+options_of: Callable[[Any], dict[str, Option]] = cache(_options_of)
 
 
 def is_group(kind: Any) -> bool:
