@@ -42,7 +42,7 @@ WORDS = {
     Path: "a path",
     type(None): "null",
 }
-REQUIRED = dataclasses.MISSING
+REQUIRED = inspect.Parameter.empty
 
 
 class OptionError(UserError):
@@ -188,7 +188,8 @@ def _options_of(kind: Any) -> dict[str, Option]:
     hints = get_type_hints(kind, include_extras=True)
     made = {}
     for field in dataclasses.fields(kind):
-        default = field.default if field.default_factory is REQUIRED else field.default_factory()
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = REQUIRED if default is dataclasses.MISSING else default
         made[field.name] = Option.of(field.name, hints[field.name], default)
     return made
 
@@ -213,7 +214,6 @@ def walk(kind: type, group: str = "") -> Iterator[tuple[str, Option]]:
             yield from walk(option.kind, f"{group}{name}.")
 
 
-@cache
 def sentences_of(kind: Any) -> dict[str, str]:
     """The string below each field, which says what it is for."""
     found: dict[str, str] = {}
