@@ -262,7 +262,8 @@ def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        fitting = (convert(member, value, from_text) for member in inner)
+        alike = sorted(inner, key=lambda member: (get_origin(member) or member) is not type(value))  # first
+        fitting = (convert(member, value, from_text) for member in alike)
         return next((found for found in fitting if found is not _NO), _NO)
     if origin is Literal:
         return next((choice for choice in inner if choice == value and type(choice) is type(value)), _NO)
@@ -305,7 +306,7 @@ def describe(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         *others, last = dict.fromkeys(describe(member) for member in inner)
-        return f"{', '.join(others)} or {last}"
+        return f"{', '.join(others)} or {last}" if others else last
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (list, tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import TextWrapper
@@ -97,30 +97,40 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
 
 def _foreign(topic: str, arguments: Sequence[str]) -> str:
     """The options of methods or models, which PyTorch must be loaded for."""
-    from mambacl.config import RunConfig
-
-    words = [part for word in arguments for part in word.split("=", 1)]
-    named = dict(pairwise(words))
-    if topic == "options":
-        from mambacl.methods import METHODS
-
-        names = [named["--method"]] if "--method" in named else METHODS.names()
-        owners: dict[str, Any] = {name: METHODS.get(name).options_class() for name in names}
-    else:
-        from mambacl.backbones.registry import MODELS
-
-        name = named.get("--backbone", RunConfig.backbone)
-        owners = {name: build(MODELS.get(name).config_class, MODELS.get(name).config)}
     lines = [_mapping(topic)]
-    for name, value in owners.items():
-        listed = list(_listed(value, f"{topic}.", inner=True))
-        lines += ["", f"{name}:" + ("" if listed else " none"), *listed]
+    if topic in OWNERS:
+        option, owners = OWNERS[topic]
+        named = dict(pairwise(part for word in arguments for part in word.split("=", 1)))
+        for name, value in owners(named.get(option)).items():
+            listed = list(_listed(value, f"{topic}.", inner=True))
+            lines += ["", f"{name}:" + ("" if listed else " none"), *listed]
     return "\n".join(lines)
 
 
+def _methods(name: str | None) -> dict[str, Any]:
+    from mambacl.methods import METHODS
+
+    return {known: METHODS.get(known).options_class() for known in ([name] if name else METHODS.names())}
+
+
+def _models(name: str | None) -> dict[str, Any]:
+    from mambacl.backbones.registry import MODELS
+    from mambacl.config import RunConfig
+
+    entry = MODELS.get(name or RunConfig.backbone)
+    return {entry.name: build(entry.config_class, entry.config)}
+
+
+OWNERS: dict[str, tuple[str, Callable[[str | None], dict[str, Any]]]] = {
+    "options": ("--method", _methods),
+    "backbone_options": ("--backbone", _models),
+}
+"""for each mapping of options, the option that says whose they are, and the defaults by owner"""
+
+
 def _mapping(topic: str) -> str:
-    chosen = "--method NAME" if topic == "options" else "--backbone NAME"
-    return "\n".join(wrap(f"{topic}: {_sentence(topic)}; `mambacl train {chosen} --help {topic}` lists them."))
+    where = f"; `mambacl train {OWNERS[topic][0]} NAME --help {topic}` lists them" if topic in OWNERS else ""
+    return "\n".join(wrap(f"{topic}: {_sentence(topic)}{where}."))
 
 
 def _listed(value: Any, group: str, inner: bool = False) -> Iterator[str]:
