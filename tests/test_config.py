@@ -88,6 +88,12 @@ def test_a_file_that_names_a_setting_or_backbone_drops_what_it_extends_says_of_a
     assert config == by_hand
 
 
+def test_what_a_file_says_of_its_own_backbone_stands() -> None:
+    values = {"backbone": "vim_tiny", "stream": {"transforms": {"image_size": 20}}, "nullspace": {"blocks": 2}}
+    config = resolve(values, {})
+    assert config.pretrained is True and config.stream.transforms.image_size == 20 and config.nullspace.blocks == 2
+
+
 def test_wrong_extensions(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "extends: b.yaml")
     with pytest.raises(UserError, match="extends itself, by way of"):

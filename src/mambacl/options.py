@@ -103,7 +103,7 @@ class Option:
         """The value in the option's type. `from_text`: text is read as YAML where the option does not take text."""
         shown = shown or "{group}" + self.name
         if is_group(self.kind) and not isinstance(value, (Mapping, self.kind)):
-            raise OptionError(f"The option '{shown}' is a group: set {shown}.NAME, not {value!r} itself.")
+            raise OptionError(f"The option '{shown}' is a group: set {shown}.NAME, not {_quoted(value)} itself.")
         try:
             found = convert(self.kind, value, from_text)
         except OptionError as error:  # of an option inside this group
@@ -173,6 +173,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             value = dataclasses.asdict(value)
         elif isinstance(value, Mapping):
             value = nested(value)
+        elif isinstance(value, Path):
+            value = str(value)
         first, *rest = str(key).split(".")
         for part in reversed(rest):
             value = {part: value}
