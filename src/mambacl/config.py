@@ -111,8 +111,9 @@ class RunConfig(Options):
 
 def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides: Mapping[str, Any]) -> RunConfig:
     """The whole configuration, from a preset's name, a YAML file, a mapping or another configuration, and overrides."""
-    values: dict[str, Any] = {"setting": RunConfig.setting, "recipe": RunConfig.recipe}
-    for layer in (*_layers(source), nested(overrides)):
+    first, *others = _layers(source)
+    values = {"setting": RunConfig.setting, "recipe": RunConfig.recipe, **first}
+    for layer in (*others, nested(overrides)):
         values = _with_layer(values, layer)
     named: dict[str, Any] = {}
     if isinstance(values["setting"], str):
@@ -148,7 +149,8 @@ def _for_backbone(base: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
     dropped = ["pretrained", "backbone_options", "nullspace.blocks"]
     transforms, said = _part(base, "stream", "transforms"), _part(layer, "stream", "transforms")
     sizes = ("image_size", "resize")
-    if any(transforms.get(key) is not None and key not in said for key in sizes):
+    chosen = [key for key in sizes if transforms.get(key) is not None and key not in said]
+    if chosen or "resize" in _part(transforms, "covariance"):
         before = _input_size(own, _part(base, "backbone_options"))
         if before is None or before != _input_size(name, _part(layer, "backbone_options")):
             dropped += [f"stream.transforms.{key}" for key in (*sizes, "covariance.resize")]
@@ -219,7 +221,7 @@ def _layers(source: str | Path | Mapping[str, Any] | RunConfig | None) -> list[d
         return [source.as_dict()]
     if isinstance(source, Mapping):
         return _with_extended(nested(source), Path(), ())
-    return [] if source is None else read_preset(source)
+    return [{}] if source is None else read_preset(source)
 
 
 def _read_layers(source: str | Path, folder: Path, above: tuple[str, ...]) -> list[dict[str, Any]]:

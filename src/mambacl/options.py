@@ -42,7 +42,7 @@ WORDS = {
     Path: "a path",
     type(None): "null",
 }
-REQUIRED = dataclasses.MISSING
+REQUIRED = inspect.Parameter.empty
 
 
 class OptionError(UserError):
@@ -103,7 +103,7 @@ class Option:
         """The value in the option's type. `from_text`: text is read as YAML where the option does not take text."""
         shown = shown or "{group}" + self.name
         if is_group(self.kind) and not isinstance(value, (Mapping, self.kind)):
-            raise OptionError(f"The option '{shown}' is a group: set {shown}.NAME, not {value!r} itself.")
+            raise OptionError(f"The option '{shown}' is a group: set {shown}.NAME, not {_quoted(value)} itself.")
         try:
             found = convert(self.kind, value, from_text)
         except OptionError as error:  # of an option inside this group
@@ -173,6 +173,8 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             value = dataclasses.asdict(value)
         elif isinstance(value, Mapping):
             value = nested(value)
+        elif isinstance(value, Path):
+            value = str(value)
         first, *rest = str(key).split(".")
         for part in reversed(rest):
             value = {part: value}
@@ -183,15 +185,18 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 # What there is
 
 
-@cache
-def options_of(kind: Any) -> dict[str, Option]:
+def _options_of(kind: Any) -> dict[str, Option]:
     """The fields of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     made = {}
     for field in dataclasses.fields(kind):
-        default = field.default if field.default_factory is REQUIRED else field.default_factory()
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = REQUIRED if default is dataclasses.MISSING else default
         made[field.name] = Option.of(field.name, hints[field.name], default)
     return made
+
+
+options_of: Callable[[Any], dict[str, Option]] = cache(_options_of)
 
 
 def is_group(kind: Any) -> bool:
@@ -211,7 +216,6 @@ def walk(kind: type, group: str = "") -> Iterator[tuple[str, Option]]:
             yield from walk(option.kind, f"{group}{name}.")
 
 
-@cache
 def sentences_of(kind: Any) -> dict[str, str]:
     """The string below each field, which says what it is for."""
     found: dict[str, str] = {}
@@ -260,7 +264,8 @@ def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        fitting = (convert(member, value, from_text) for member in inner)
+        alike = sorted(inner, key=lambda member: (get_origin(member) or member) is not type(value))  # first
+        fitting = (convert(member, value, from_text) for member in alike)
         return next((found for found in fitting if found is not _NO), _NO)
     if origin is Literal:
         return next((choice for choice in inner if choice == value and type(choice) is type(value)), _NO)
@@ -303,7 +308,7 @@ def describe(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         *others, last = dict.fromkeys(describe(member) for member in inner)
-        return f"{', '.join(others)} or {last}"
+        return f"{', '.join(others)} or {last}" if others else last
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (list, tuple):

@@ -475,10 +475,10 @@ def test_other_names_are_left_for_the_account():
     [
         ({"depth": 3}, "no option 'depth'. Did you mean 'depths'?"),
         ({"depths": (1, 2)}, "depths must be four positive whole numbers, one a stage, got (1, 2)"),
-        ({"depths": 3}, "depths must be four positive whole numbers"),
-        ({"depths": "1234"}, "depths must be four positive whole numbers"),
+        ({"depths": 3}, "depths takes a list of whole numbers, got 3"),
+        ({"depths": "1234"}, "depths takes a list of whole numbers, got '1234'"),
         ({"window_size": [8, 8, 0, 7]}, "window_size must be four positive whole numbers"),
-        ({"num_heads": [2, 4, True, 16]}, "num_heads must be four positive whole numbers"),
+        ({"num_heads": [2, 4, True, 16]}, "num_heads takes a list of whole numbers"),
         ({"num_heads": [2, 4, 7, 16]}, "The 320 channels of stage 2 (counted from 0) do not divide into 7"),
         ({"dim": 0}, "dim must be positive"),
         ({"dim": "80"}, "dim takes a whole number"),

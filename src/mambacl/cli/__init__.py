@@ -35,7 +35,7 @@ def usage(first: str = "") -> str:
     chosen = [command for name, command in COMMANDS.items() if not first or name.split()[0] == first]
     lines = [f"  {command.name:14} {command.summary}" for command in chosen]
     return "\n".join(
-        [f"usage: mambacl {first or 'COMMAND'} ...", "", "Teaches a Mamba model new classes without forgetting old ones.",
+        [f"usage: mambacl {first or 'COMMAND'} ...", "", "Teaches a Mamba model new classes without forgetting.",
          "", *lines, "", "`mambacl COMMAND --help` says more."]
     )  # fmt: skip
 

@@ -36,8 +36,7 @@ class Command:
         hints = get_type_hints(self.function, include_extras=True)
         made = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
-            default = REQUIRED if parameter.default is parameter.empty else parameter.default
-            made[name] = (parameter.kind, Option.of(name.rstrip("_"), hints[name], default))
+            made[name] = (parameter.kind, Option.of(name.rstrip("_"), hints[name], parameter.default))
         return made
 
     def of_kind(self, *kinds: Any) -> list[Option]:

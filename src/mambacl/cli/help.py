@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, Literal, get_args, get_origin
 
 from mambacl.cli.command import Command, run_options
-from mambacl.options import REQUIRED, Option, describe, is_group, is_mapping, options_of, sentences_of
+from mambacl.options import REQUIRED, Option, build, describe, is_group, is_mapping, options_of, sentences_of
 from mambacl.registry import unknown
 
-COLUMN = 24
+COLUMN = 20
 PLACEHOLDERS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 RUN, ALL = "run", "all"
 
@@ -87,7 +87,7 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
             [*(group_help(group) for group in groups), _mapping("options"), _mapping("backbone_options")]
         )
     if topic == RUN:
-        return "\n".join([f"{RUN}: {_sentence_of_run()}", *_listed(RunConfig, "", RunConfig())])
+        return "\n".join([f"{RUN}: what belongs to no other group.", *_listed(RunConfig(), "")])
     if topic in known and not is_group(known[topic].kind):
         group, _, name = topic.rpartition(".")
         owner = known[group].kind if group else RunConfig
@@ -98,7 +98,7 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
     value: Any = RunConfig()
     for part in topic.split("."):
         value = getattr(value, part)
-    lines = [f"{topic}: {_summary(kind)}.", *_listed(kind, f"{topic}.", value)]
+    lines = [f"{topic}: {_summary(kind)}.", *_listed(value, f"{topic}.")]
     inner = [name for name, option in options_of(kind).items() if is_group(option.kind)]
     if inner:
         lines += ["", *wrap(f"Groups inside it: {', '.join(f'{topic}.{name}' for name in inner)}.")]
@@ -107,38 +107,51 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
 
 def _foreign(topic: str, arguments: Sequence[str]) -> str:
     """The options of methods or models, which PyTorch must be loaded for."""
-    from mambacl.config import RunConfig
-
-    words = [part for word in arguments for part in word.split("=", 1)]
-    named = dict(pairwise(words))
-    if topic == "options":
-        from mambacl.methods import METHODS
-
-        names = [named["--method"]] if "--method" in named else METHODS.names()
-        classes: Mapping[str, type] = {name: METHODS.get(name).options_class for name in names}
-    else:
-        from mambacl.backbones.registry import MODELS
-
-        name = named.get("--backbone", RunConfig.backbone)
-        classes = {name: MODELS.get(name).config_class}
     lines = [_mapping(topic)]
-    for name, kind in classes.items():
-        lines += ["", f"{name}:" + ("" if options_of(kind) else " none"), *_listed(kind, f"{topic}.")]
+    if topic in OWNERS:
+        option, owners = OWNERS[topic]
+        named = dict(pairwise(part for word in arguments for part in word.split("=", 1)))
+        for name, value in owners(named.get(option)).items():
+            listed = list(_listed(value, f"{topic}.", inner=True))
+            lines += ["", f"{name}:" + ("" if listed else " none"), *listed]
     return "\n".join(lines)
 
 
+def _methods(name: str | None) -> dict[str, Any]:
+    from mambacl.methods import METHODS
+
+    return {known: METHODS.get(known).options_class() for known in ([name] if name else METHODS.names())}
+
+
+def _models(name: str | None) -> dict[str, Any]:
+    from mambacl.backbones.registry import MODELS
+    from mambacl.config import RunConfig
+
+    entry = MODELS.get(name or RunConfig.backbone)
+    return {entry.name: build(entry.config_class, entry.config)}
+
+
+OWNERS: dict[str, tuple[str, Callable[[str | None], dict[str, Any]]]] = {
+    "options": ("--method", _methods),
+    "backbone_options": ("--backbone", _models),
+}
+"""for each mapping of options, the option that says whose they are, and the defaults by owner"""
+
+
 def _mapping(topic: str) -> str:
-    chosen = "--method NAME" if topic == "options" else "--backbone NAME"
-    return f"{topic}: {_sentence(topic)}; `{chosen} --help {topic}` lists them"
+    where = f"; `mambacl train {OWNERS[topic][0]} NAME --help {topic}` lists them" if topic in OWNERS else ""
+    return "\n".join(wrap(f"{topic}: {_sentence(topic)}{where}."))
 
 
-def _listed(kind: type, group: str, value: Any = None) -> Iterator[str]:
-    said = sentences_of(kind)
-    for name, option in options_of(kind).items():
+def _listed(value: Any, group: str, inner: bool = False) -> Iterator[str]:
+    """The options that a dataclass holds, which are the defaults, and with `inner` those of groups inside it."""
+    said = sentences_of(type(value))
+    for name, option in options_of(type(value)).items():
         if not is_group(option.kind):
-            if value is not None:
-                option = dataclasses.replace(option, default=getattr(value, name))
+            option = dataclasses.replace(option, default=getattr(value, name))
             yield from _option(group + name, option, said.get(name, ""))
+        elif inner:
+            yield from _listed(getattr(value, name), f"{group}{name}.", inner)
 
 
 def _option(name: str, option: Option, sentence: str) -> Iterator[str]:

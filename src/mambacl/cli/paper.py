@@ -29,8 +29,8 @@ def paper(
     scale: Annotated[Literal["paper", "nano"], "the paper's backbones, or the nano in the package"] = "paper",
     root: Annotated[
         Path | None,
-        "a folder with a folder for each data set (imagenet-r, cifar100, domainnet-s200); at the scale nano CIFAR-100's, "
-        "the packaged Fashion-MNIST without it",
+        "a folder with a folder for each data set (imagenet-r, cifar100, domainnet-s200); at the scale nano "
+        "CIFAR-100's, the packaged Fashion-MNIST without it",
     ] = None,
     out: Annotated[Path, "runs and results go to OUT/SCALE"] = Path("runs/paper"),
     seeds: Annotated[int | None, "runs of each kind; 3 as in the paper, 1 at nano, if left out", at_least(1)] = None,
