@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import mambacl.bench.busy
 import mambacl.bench.relaxation
 import mambacl.bench.runs
 import mambacl.bench.settings
+from mambacl.bench import PARTS
 from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort
 from mambacl.bench.relaxation import FIXED, as_result
 from mambacl.bench.result import Result, publish
@@ -30,22 +33,25 @@ def finite(result: Result, columns: Sequence[str]) -> None:
         assert all(isinstance(row[name], float) and math.isfinite(row[name]) for name in columns)
 
 
+COMMANDS = ("against", "settings", "precision", "busy", "relaxation")
+
+
+def printed_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with suppress(SystemExit):
+        main(["bench", *words, "--help"])
+    return capsys.readouterr().out
+
+
 def test_help_has_a_sentence_for_every_part_and_command(capsys: pytest.CaptureFixture[str]) -> None:
-    from mambacl.bench import PARTS
-    from mambacl.cli.bench import COMMANDS
-
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", "--help"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    printed = printed_help(capsys)
     for name in (*PARTS, *COMMANDS):
-        assert any(words[:1] == [name] and len(words) > 3 for words in lines), name
+        assert re.search(rf"\b{name}\b:?\s+\w+\s+\w+", printed), name
 
 
-@pytest.mark.parametrize("command", ["against", "settings", "precision", "busy", "relaxation"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", command, "--help"])
-    assert f"mambacl bench {command}" in capsys.readouterr().out
+    printed = printed_help(capsys, command)
+    assert f"mambacl bench {command}" in printed and "--json" in printed
 
 
 def test_a_record_says_where_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +130,7 @@ def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
         (["busy", "--others", "0"], "--others must be at least 1, got 0"),
         (["busy", "--json", "missing/a.json"], "missing/a.json cannot be written"),
         (["settings", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
-        (["settings", "--precision", "half"], "invalid choice: 'half'"),
+        (["settings", "--precision", "half"], "'half'"),
         (["settings", "--tasks", "6"], "--tasks must be from 1 to 5, got 6"),
         (["settings", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["precision", "--seeds", "0"], "--seeds must be at least 1, got 0"),
