@@ -256,6 +256,7 @@ def test_two_processes_do_not_train_one_run(tmp_path: Path) -> None:
             train(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_not_taken_up(uninterrupted: Path, tmp_path: Path) -> None:
     """Where config.yaml is gone, what lies there belongs to no run."""
     with interrupted_after(5):
