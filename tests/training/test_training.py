@@ -82,6 +82,7 @@ def test_another_run_is_not_overwritten_unawares(uninterrupted: Path) -> None:
         train(uninterrupted, seed=5)
 
 
+@pytest.mark.slow
 def test_overwrite_trains_anew_and_keeps_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder, method="frozen")
