@@ -7,7 +7,7 @@ python=$1
 shift
 
 # Files whose tests compute nothing that a CPU could round in its own way.
-others="cli/test_cli test_config data/test_data_archives data/test_data_bad_input data/test_data_check
+others="cli/test_cli test_config test_project data/test_data_archives data/test_data_bad_input data/test_data_check
 data/test_data_prepare data/test_data_sets test_docs backbones/test_downloads backbones/test_loading
 backbones/test_loading_untrusted paper reports test_presets nullspace/test_settings test_tensorfile"
 for name in $others; do

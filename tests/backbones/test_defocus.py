@@ -478,6 +478,7 @@ def features_and_logits(model, batch):
     return features, model.head(features)
 
 
+@pytest.mark.slow
 def test_packaged_weights_predict_what_the_original_did(parity):
     model = create_model("defocus_mamba_nano", pretrained=True).eval()
     features, logits = features_and_logits(model, parity["images"])

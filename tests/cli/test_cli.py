@@ -55,6 +55,7 @@ def test_a_wrong_backend_is_not_blamed_on_the_images(
     assert "no scan backend 'fastest'" in sentence and "image_size" not in sentence
 
 
+@pytest.mark.slow
 def test_a_whole_session(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = str(write_config(tmp_path))
@@ -82,6 +83,7 @@ def test_a_whole_session(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert "differs in training.passes" in fails(capsys, "train", config)
 
 
+@pytest.mark.slow
 def test_out_is_the_folder_of_all_compared_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(
     assert not any(tmp_path.iterdir())  # and nothing is left behind
 
 
+@pytest.mark.slow
 def test_listings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0 and main(["models"]) == 0
     printed = capsys.readouterr().out
@@ -156,6 +159,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Tensors written" in capsys.readouterr().out and (tmp_path / "safe.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_failure_in_the_middle_exits_1_and_can_be_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,11 +182,13 @@ def test_failure_in_the_middle_exits_1_and_can_be_resumed(
     assert json.loads(Path("runs/small-mamba-cl-0/results.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_python_m_mambacl() -> None:
     done = subprocess.run([sys.executable, "-m", "mambacl", "methods"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "mamba-cl" in done.stdout
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_cheap() -> None:
     code = (
         "import sys, mambacl; assert 'torch' not in sys.modules; mambacl.selective_scan; assert 'torch' in sys.modules"

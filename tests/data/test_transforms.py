@@ -77,6 +77,7 @@ def test_covariances_of_augmented_images(engine: str, covariance: Any) -> None:
         assert same.all()
 
 
+@pytest.mark.slow
 def test_a_run_gathers_its_covariances_from_them(tmp_path: Path) -> None:
     short = {"training.passes": 1, "training.decay_after": [], "stream.tasks": [5, 5], "device": "cpu"}
     mambacl.train(CONFIG, out=str(tmp_path / "usual"), **short)
@@ -111,6 +112,7 @@ def test_wrong_transforms_of_covariances(covariance: Any, sentence: str) -> None
     assert sentence in str(caught.value)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(json.dumps(CONFIG))
     words = ["train", str(tmp_path / "small.yaml"), "--training.passes", "1", "--stream.tasks", "[5,5]"]

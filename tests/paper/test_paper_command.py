@@ -106,6 +106,7 @@ def test_nano_has_the_same_tasks_as_far_as_there_are_classes() -> None:
     assert {run.backbone for run in planned("variants", "nano")} == {"mambavision_nano", "vim_nano", "vmamba_nano"}
 
 
+@pytest.mark.slow
 def test_designs_share_their_runs(tmp_path: Path) -> None:
     """Runs of one folder are one run: same configuration wherever they stand."""
     seen: dict[str, tuple[Any, ...]] = {}
