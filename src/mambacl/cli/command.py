@@ -78,7 +78,7 @@ class Command:
         return self.function(*self._placed(words), **given, **overrides)
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-        """The words without an option, the command's options by parameter, and those of the run as they were typed."""
+        """The words without an option, the command's options by parameter, and those of the run as a nested mapping."""
         words: list[str] = []
         given: dict[str, Any] = {}
         overrides: dict[str, Any] = {}
@@ -93,7 +93,9 @@ class Command:
             own = self.options.get(typed.replace("_", "-"))
             if own is None:
                 key = self._run_option(typed)
-                overrides[key] = value if equals else self._next(typed, run_options().get(key), left)
+                option = run_options().get(key) or Option(key, Any)
+                value = value if equals else self._next(typed, option, left)
+                overrides[key] = option.check(value, key, from_text=True)
             elif own.kind is bool:
                 if equals:
                     raise UserError(f"{typed} takes no value: leave '={value}' out. {self.see}")
@@ -103,9 +105,9 @@ class Command:
                 given[name] = self._value(own, typed, value, given.get(name), left)
         return words, given, nested(overrides)
 
-    def _next(self, typed: str, option: Option | None, left: list[str]) -> str:
+    def _next(self, typed: str, option: Option, left: list[str]) -> str:
         if not left or left[0].startswith("--"):
-            takes = f": {describe(option.kind)}" if option else ""
+            takes = "" if option.kind is Any else f": {describe(option.kind)}"
             raise UserError(f"The option {typed} needs a value{takes}. {self.see}")
         return left.pop(0)
 

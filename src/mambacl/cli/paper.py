@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 OWN = {"method": "the design says which", "name": "the benchmark gives it", "seed": "give --seeds N",
        "stream.tasks": "the benchmark has them", "stream.dataset": "the scale and --root say which"}  # fmt: skip
-DEFAULT_SEEDS = {"paper": 3, "nano": 1}
+DEFAULT_SEEDS = {"paper": 3, "nano": 1}  # by scale; the paper has three
+SEEDS = ", ".join(f"{seeds} at the scale {scale}" for scale, seeds in DEFAULT_SEEDS.items())
 
 
 def _designs() -> str:
@@ -33,7 +34,7 @@ def paper(
         "CIFAR-100's, the packaged Fashion-MNIST without it",
     ] = None,
     out: Annotated[Path, "runs and results go to OUT/SCALE"] = Path("runs/paper"),
-    seeds: Annotated[int | None, "runs of each kind; 3 as in the paper, 1 at nano, if left out", at_least(1)] = None,
+    seeds: Annotated[int | None, f"runs of each kind (default {SEEDS})", at_least(1)] = None,
     only: Annotated[str, "only runs whose name contains one of these words, with commas"] = "",
     dry_run: Annotated[bool, "print the runs and whether each is finished"] = False,
     **overrides: Any,

@@ -15,7 +15,6 @@ from mambacl.registry import did_you_mean
 
 Options = Mapping[str, Any]
 
-SCALES = ("paper", "nano")
 LARGE, NANO = "defocus_mamba_large_22k", "defocus_mamba_nano"
 FIRST_ORDER = 2024  # the paper's class orders have the seeds 2024, 2025, 2026
 ETAS = (1.0, 0.95, 0.90, 0.85)
