@@ -1,6 +1,10 @@
 """Configurations: presets, files, overrides, and the sentence that a mistake gets."""
 
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,107 @@ from mambacl.config import RunConfig, from_dict, parse_yaml, preset_names, read_
 from mambacl.errors import UserError
 from mambacl.nullspace import SETTINGS
 from mambacl.training.recipe import RECIPES
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def flat(values: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{group}{key}.")
+        else:
+            yield group + key, value
+
+
+@pytest.mark.parametrize("name", json.loads((GOLDENS / "presets.json").read_text()))
+def test_a_preset_resolves_to_what_it_was_before_presets_extended_one_another(name: str) -> None:
+    """The recording has all defaults, and what differs from them in each preset. Options that are newer than it must
+    have their defaults."""
+    recorded = json.loads((GOLDENS / "presets.json").read_text())
+    expected = recorded["defaults"] | (recorded[name] if name != "defaults" else {})
+    found = dict(flat(resolve(None if name == "defaults" else name, {}).as_dict()))
+    filled = {key for key in expected if any(other.startswith(f"{key}.") for other in expected)}
+    assert {key: found[key] for key in expected if key not in filled} == {
+        key: value for key, value in expected.items() if key not in filled
+    }
+    defaults = dict(flat(RunConfig().as_dict()))
+    assert all(found[key] == defaults[key] for key in found if key not in expected)
+
+
+def test_no_preset_is_missing_from_the_recording() -> None:
+    assert set(json.loads((GOLDENS / "presets.json").read_text())) == {"defaults", *preset_names()}
+
+
+def test_a_run_folder_of_an_earlier_version_is_read_as_it_was() -> None:
+    text = (GOLDENS / "config.yaml").read_text()
+    config = from_dict(parse_yaml(text, "config.yaml"))
+    given = {"stream.order": [1, 0, *range(2, 10)], "training": {"lr": 1e-7}, "seed": 4, "options": {"alpha": 0.5}}
+    covariance = {"stream.transforms.covariance": {"augment": "flip"}, "nullspace.blocks": [1, 2]}
+    assert config == resolve("demo", {**given, **covariance})
+    written = config.as_yaml().splitlines()
+    assert [line for line in written if line in text.splitlines()] == text.splitlines()  # and maybe newer ones
+
+
+def test_what_a_run_folder_does_not_say_has_its_default() -> None:
+    values = parse_yaml((GOLDENS / "config.yaml").read_text(), "config.yaml")
+    for group in (values, values["training"], values["nullspace"], values["stream"]):
+        del group[list(group)[-1]]
+    config = from_dict(values)
+    assert config.out is None and config.training.workers == 0
+    assert config.stream.transforms == RunConfig().stream.transforms
+    assert config.training.lr == 1e-7 and config.nullspace.blocks == [1, 2]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_file_extends_a_preset_and_a_file_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / "first.yaml", "extends: demo\nseed: 3\ntraining: {lr: 1e-5}\nname: other\n")
+    config = resolve(write(tmp_path / "second.yaml", "extends: first.yaml\ntraining.head_lr: 1e-4\n"), {"seed": 5})
+    demo = resolve("demo", {})
+    assert (config.name, config.seed, config.training.lr, config.training.head_lr) == ("second", 5, 1e-5, 1e-4)
+    assert config.nullspace == demo.nullspace and config.stream == demo.stream
+    assert resolve({"extends": "demo", "seed": 3}, {}) == resolve("demo", {"seed": 3})
+
+
+def test_a_file_that_names_a_setting_or_backbone_drops_what_it_extends_says_of_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", "extends: demo\nsetting: exact\nnullspace: {eta: 0.9}\nbackbone: vim_nano\n")
+    config = resolve(path, {})
+    assert config.nullspace == SETTINGS["exact"].override(eta=0.9)
+    assert config.pretrained is False
+    by_hand = resolve("demo", {"setting": "exact", "nullspace.eta": 0.9, "backbone": "vim_nano", "name": "mine"})
+    assert config == by_hand
+
+
+def test_what_a_file_says_of_its_own_backbone_stands() -> None:
+    values = {"backbone": "vim_tiny", "stream": {"transforms": {"image_size": 20}}, "nullspace": {"blocks": 2}}
+    config = resolve(values, {})
+    assert config.pretrained is True and config.stream.transforms.image_size == 20 and config.nullspace.blocks == 2
+
+
+def test_wrong_extensions(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "extends: b.yaml")
+    with pytest.raises(UserError, match="extends itself, by way of"):
+        resolve(write(tmp_path / "b.yaml", "extends: a.yaml"), {})
+    with pytest.raises(UserError, match=r"'dmeo' is neither a preset nor a file\. Did you mean 'demo'"):
+        resolve(write(tmp_path / "c.yaml", "extends: dmeo"), {})
+    with pytest.raises(UserError, match=r"extends takes the name of a preset or the path of a file, got \[1\]"):
+        resolve({"extends": [1]}, {})
+    with pytest.raises(UserError, match="no option 'extends'"):
+        resolve("demo", {"extends": "images"})
+
+
+def test_neither_presets_nor_checks_load_pytorch_or_numpy() -> None:
+    code = """
+import sys
+from mambacl.config import preset_names, resolve
+for name in preset_names():
+    resolve(name, {"training.lr": "1e-3", "stream.root": "."})
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -57,11 +162,11 @@ def test_numbers_as_people_write_them(text: str) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"trainig": {}}, r"no option 'trainig'\. Did you mean 'training'"),
-    ({"training": {"lrr": 1}}, r"no option 'training\.lrr'\. Did you mean 'lr'"),
+    ({"training": {"lrr": 1}}, r"no option 'training\.lrr'\. Did you mean 'training\.lr'"),
     ({"training": 3}, r"'training' is a group"),
-    ({"training.lr": "fast"}, r"option training\.lr takes float, got 'fast'"),
+    ({"training.lr": "fast"}, r"training\.lr takes a number, got 'fast'"),
     ({"training.optimizer": "lion"}, r"training\.optimizer takes one of adam, adamw, sgd, got 'lion'"),
-    ({"stream.tasks": "many"}, r"stream\.tasks takes int, list\[int\], got 'many'"),
+    ({"stream.tasks": "many"}, r"stream\.tasks takes a whole number or a list of whole numbers, got 'many'"),
     ({"setting": "papr"}, r"no setting 'papr'\. Did you mean 'paper'"),
     ({"recipe": "public"}, r"no recipe 'public'"),
     ({"nullspace.eta": 1.5}, r"eta must lie between 0"),
@@ -69,9 +174,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"nullspace.rank": "energy:2"}, r"share between 0 and 1"),
     ({"training.passes": 0}, r"training\.passes must be at least 1"),
     ({"device": "tpu"}, r"device must be"),
-    ({"seed": -1}, r"seed must not be negative"),
+    ({"seed": -1}, r"seed must be at least 0"),
     ({"pretrained": None}, r"pretrained"),
     ({"precision": "fp16"}, r"precision takes one of auto, float32, tf32, bf16"),
+    ({"lr": 1}, r"no option 'lr'\. Did you mean 'training\.lr'"),
+    ({"nullspace.W_dt.train": False}, r"no option 'nullspace\.W_dt\.train'\. Did you mean 'nullspace\.W_dt\.trains'"),
+    ({"nullspace.W_dt.feature": "x"}, r"nullspace\.W_dt has no feature 'x'; known: dt"),
+    ({"stream.transforms": {"resize": 8}}, r"stream\.transforms\.resize must be at least image_size"),
+    ({"training.decay_after": [2.5]}, r"training\.decay_after takes a list of whole numbers, got \[2\.5\]"),
+    ({"training": {"passes": 7, "passes_per_epoch": 2}}, r"training\.passes \(7\) must be a multiple"),
+    ({"seed": True}, r"seed takes a whole number, got true"),
+    ({"name": None}, r"name takes text, got null"),
+    ({"options": 3}, r"options takes a mapping, got 3"),
 ]
 
 

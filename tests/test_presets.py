@@ -18,7 +18,8 @@ from torchvision.transforms.v2 import functional as TF
 
 import mambacl
 from mambacl.backbones import create_model
-from mambacl.config import RunConfig, build_parser, preset_names, resolve
+from mambacl.cli import COMMANDS
+from mambacl.config import RunConfig, preset_names, resolve
 from mambacl.data import DATASETS, SOURCES
 from mambacl.data.tasks import class_order
 from mambacl.data.transforms import TransformConfig, Transforms
@@ -79,7 +80,7 @@ def typed(command: str) -> RunConfig:
     """What a command resolves to."""
     program, word, preset, *options = shlex.split(command.replace(" --compare sequential", ""))
     assert (program, word) == ("mambacl", "train")
-    return resolve(preset, build_parser().parse_args(options, defaults=False).as_dict())
+    return resolve(preset, COMMANDS["train"].read(options)[2])
 
 
 @functools.cache

@@ -7,7 +7,7 @@ python=$1
 shift
 
 # Files whose tests compute nothing that a CPU could round in its own way.
-others="cli/test_cli test_config data/test_checking data/test_images data/test_preparing
+others="cli/test_cli test_config test_options test_project data/test_checking data/test_images data/test_preparing
 data/test_sets test_docs backbones/test_downloads backbones/test_loading
 backbones/test_loading_untrusted paper reports test_presets nullspace/test_settings test_files"
 for name in $others; do

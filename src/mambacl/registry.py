@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from mambacl.errors import UserError
@@ -15,6 +14,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' when a known word is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def unknown(noun: str, name: str, known: Iterable[str]) -> UserError:
+    """The sentence for a word that is not among those known."""
+    known = list(known)
+    return UserError(f"There is no {noun} '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
 
 
 class Registry(Generic[T]):
@@ -45,8 +50,7 @@ class Registry(Generic[T]):
         """Refuses a name that is not there, without importing what has it."""
         self._load()
         if name not in self.known():
-            hint = did_you_mean(name, self.known())
-            raise UserError(f"There is no {self.noun} '{name}'.{hint} Known: {', '.join(self.known())}.")
+            raise unknown(self.noun, name, self.known())
 
     def get(self, name: str) -> T:
         self.check(name)
@@ -57,6 +61,8 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         """Importing an entry point's module is enough: what it holds registers itself."""
         if not self._loaded:
+            from importlib.metadata import entry_points  # slow to load for a mistake in the first option
+
             self._loaded = True
             old = entry_points(group=self.old_group) if self.old_group else ()
             for point in (*entry_points(group=self.group), *old):
@@ -66,5 +72,5 @@ class Registry(Generic[T]):
                     self._loaded = False
                     raise UserError(
                         f"The {self.noun} '{point.name}' of another package ({point.value}) cannot be loaded "
-                        f"({type(error).__name__}: {error}): mend or uninstall that package."
+                        f"({type(error).__name__}: {error}): fix or uninstall that package."
                     ) from error

@@ -387,7 +387,7 @@ def test_compiles_as_one_graph(height):
     "options, message",
     [
         ({"embed_dims": 3}, "no option 'embed_dims'. Did you mean 'embed_dim'?"),
-        ({"depth": "two"}, "takes depth of type int, got 'two'"),
+        ({"depth": "two"}, "depth takes a whole number, got 'two'"),
         ({"depth": 0}, "depth must be positive, got 0"),
         ({"num_classes": -1}, "num_classes must not be negative, got -1"),
         ({"drop_path_rate": 1.0}, "drop_path_rate must be in [0, 1), got 1.0"),

@@ -447,11 +447,11 @@ def test_a_model_in_bfloat16_runs(name):
     "options, message",
     [
         ({"depth": 3}, "no option 'depth'. Did you mean 'depths'?"),
-        ({"depths": 3}, "depths must list the blocks of each stage"),
+        ({"depths": 3}, "depths takes a list of whole numbers, got 3"),
         ({"depths": [2, 0, 2, 2]}, "got [2, 0, 2, 2] and 96"),
         ({"dims": [16, 32]}, "dims be the first stage's width or list all of them"),
         ({"dims": 0}, "and 0."),
-        ({"dims": "wide"}, "and 'wide'."),
+        ({"dims": "wide"}, "got 'wide'."),
         ({"num_classes": -1}, "num_classes and mlp_ratio must not be negative"),
         ({"drop_path_rate": 1.0}, "drop_path_rate from 0 to below 1"),
         ({"forward_type": "v3"}, "takes forward_type 'v05_noz' or 'v0', got 'v3'"),

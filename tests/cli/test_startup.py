@@ -80,6 +80,7 @@ main(["train", "demo", "--method", "frozen", "--seed", "3"])
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+@pytest.mark.slow
 def test_a_run_on_the_batched_engine_loads_neither_torchvision_nor_the_compiler(
     device: str, optimizer: str, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_an_optimizer_without_the_compiler_is_the_same(kind: type[torch.optim.Op
     assert torch.equal(*found) and len(calls) == 8
 
 
+@pytest.mark.slow
 def test_seconds_add_up_to_the_wall_time(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(CONFIG))
     command = [sys.executable, "-m", "mambacl", "train", "small.yaml", "--out", "run"]

@@ -132,8 +132,8 @@ def test_an_odd_stream_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["prepare", "folders", "--root", "x"], "needs no preparing"),
         (["prepare", "imagenet", "--root", "x"], "Did you mean 'imagenet-r'"),
         (["prepare", "cifar100", "--root", "x", "--lists", "y"], "has no split lists"),
-        (["look"], "invalid choice"),
-        ([], "required: ACTION"),
+        (["look"], "There is no command 'data look'"),
+        ([], "list, prepare, check or show"),
     ],
 )
 def test_wrong_words(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def test_bad_images_are_skipped_and_counted_if_asked(tmp_path: Path) -> None:
         open_dataset("folders", tmp_path, skip_bad=True)
 
 
+@pytest.mark.slow
 def test_a_run_says_which_images_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_bad(tmp_path / "data")
     (tmp_path / "data" / "train" / "ant" / "2 & \u732b.png").write_bytes(b"")

@@ -77,6 +77,7 @@ def test_covariances_of_augmented_images(engine: str, covariance: Any) -> None:
         assert same.all()
 
 
+@pytest.mark.slow
 def test_a_run_gathers_its_covariances_from_them(tmp_path: Path) -> None:
     short = {"training.passes": 1, "training.decay_after": [], "stream.tasks": [5, 5], "device": "cpu"}
     mambacl.train(CONFIG, out=str(tmp_path / "usual"), **short)
@@ -97,12 +98,12 @@ def test_a_run_gathers_its_covariances_from_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("covariance", "sentence"),
     [
-        ({"resiz": 10}, "'stream.transforms.covariance.resiz'. Did you mean 'resize'"),
+        ({"resiz": 10}, "'stream.transforms.covariance.resiz'. Did you mean 'stream.transforms.covariance.resize'"),
         ({"resize": 4}, "resize must be at least image_size"),
-        ({"resize": "wide"}, "covariance.resize takes one of a whole number, null, got 'wide'"),
+        ({"resize": "wide"}, "covariance.resize takes a whole number or null, got 'wide'"),
         ({"interpolation": "nearest"}, "takes one of bicubic, bilinear"),
         ({"augment": "filp"}, "takes one of none, flip"),
-        ("test", "takes one of evaluation, training, a mapping, got 'test'"),
+        ("test", "takes one of evaluation, training or a mapping, got 'test'"),
     ],
 )
 def test_wrong_transforms_of_covariances(covariance: Any, sentence: str) -> None:
@@ -111,6 +112,7 @@ def test_wrong_transforms_of_covariances(covariance: Any, sentence: str) -> None
     assert sentence in str(caught.value)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(json.dumps(CONFIG))
     words = ["train", str(tmp_path / "small.yaml"), "--training.passes", "1", "--stream.tasks", "[5,5]"]

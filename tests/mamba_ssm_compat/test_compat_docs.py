@@ -12,6 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[str(i) for i in range(len(BLOCKS))])
+@pytest.mark.slow
 def test_a_block_runs(block):
     if "transformers import" in block:
         pytest.importorskip("transformers")

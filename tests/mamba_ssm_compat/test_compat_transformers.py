@@ -164,6 +164,7 @@ def test_it_is_done_once_and_undone():
     assert [vars(module) for module in modules] == before
 
 
+@pytest.mark.slow
 def test_names_installed_first_are_taken_without_more():
     code = (
         "from mambacl import mamba_ssm_compat\n"

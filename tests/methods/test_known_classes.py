@@ -39,6 +39,7 @@ def config(path, **more):
     return {**copy.deepcopy(CONFIG), "stream": stream, "pretrained": str(path), "known_classes": True, **more}
 
 
+@pytest.mark.slow
 def test_nothing_is_trained_in_the_first_task_and_its_accuracy_is_the_models_own(trained, tmp_path):
     run = mambacl.train(config(trained), out=str(tmp_path / "run"))
     epochs = [line for line in (run.folder / "metrics.jsonl").read_text().splitlines() if '"epoch"' in line]

@@ -49,6 +49,7 @@ def little(seed=0, count=1):
 
 
 @pytest.mark.parametrize("way, backend, order", WAYS)
+@pytest.mark.slow
 def test_a_compiled_model_that_ran_before_is_protected_like_the_plain_one(tiny_model, compiler, way, backend, order):
     plain = NullSpace(small(tiny_model), "exact")
     plain.consolidate([little()])

@@ -109,7 +109,7 @@ def test_a_preset_is_planned_as_it_is(capsys, caplog):
         (["plan", "vim_tny"], "Did you mean 'vim_tiny'?"),
         (["plan", "vim_tiny", "--image-size", "100"], "do not divide into patches"),
         (["plan", "vim_tiny", "--setting", "papre"], "Did you mean 'paper'?"),
-        (["plan", "vim_tiny", "--storage", "float8"], "storage is one of"),
+        (["plan", "vim_tiny", "--storage", "float8"], "storage takes one of"),
         (["plan", "vim_tiny", "--protected", "2"], "between 0 and 1"),
         (["plan", "vim_tiny", "--tasks", "0"], "--tasks must be at least 1"),
     ],

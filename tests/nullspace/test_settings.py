@@ -96,11 +96,11 @@ def test_overrides_change_only_what_they_name():
     "overrides, message",
     [
         ({"setting": "papre"}, r"no setting 'papre'\. Did you mean 'paper'\? Known: paper, public-code"),
-        ({"ranks": "corner"}, r"no 'ranks'\. Did you mean 'rank'\?"),
+        ({"ranks": "corner"}, r"no option 'ranks'\. Did you mean 'rank'\?"),
         ({"rank": "knee"}, "no rank rule 'knee'"),
         ({"eta": 1.5}, "eta must lie between 0"),
         ({"eta": -0.1}, "eta must lie between 0"),
-        ({"W_B": {"feature": "delta_x"}}, "W_B has no feature 'delta_x'"),
+        ({"W_B": {"feature": "delta_x"}}, "W_B.feature takes one of x, delta"),
         ({"W_B": {"projectd": False}}, "projectd"),
         ({"scaling": "frobenious"}, "scaling"),
         ({"accumulate": "mean"}, "accumulate"),
@@ -140,7 +140,7 @@ def test_a_setting_can_be_given_as_a_value(tiny_model):
 
 @pytest.mark.parametrize("wrong", [{"blocks": [0, -1]}, {"blocks": "2"}, {"blocks": []}, {"eta": "0.9"}])
 def test_values_of_the_wrong_kind_are_refused(tiny_model, wrong):
-    with pytest.raises(UserError, match=r"blocks must|eta must"):
+    with pytest.raises(UserError, match=r"blocks must|blocks takes|eta takes"):
         NullSpace(tiny_model(), **wrong)
 
 

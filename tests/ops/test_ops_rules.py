@@ -211,6 +211,7 @@ def test_on_gpus_of_another_kind_the_plain_twins_serve(monkeypatch: pytest.Monke
     assert len(said) == 1 and "AMD" in said[0]
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_triton() -> None:
     code = """
 import sys

@@ -302,6 +302,7 @@ def test_wrong_shapes_are_named(change, named):
 
 
 @pytest.mark.parametrize("backend", FAST)
+@pytest.mark.slow
 def test_operator_is_registered_as_pytorch_wants_it(backend):
     torch.manual_seed(0)
     u, delta = torch.randn(2, 5, 4, requires_grad=True), torch.rand(2, 5, 4, requires_grad=True)

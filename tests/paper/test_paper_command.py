@@ -106,6 +106,7 @@ def test_nano_has_the_same_tasks_as_far_as_there_are_classes() -> None:
     assert {run.backbone for run in planned("variants", "nano")} == {"mambavision_nano", "vim_nano", "vmamba_nano"}
 
 
+@pytest.mark.slow
 def test_designs_share_their_runs(tmp_path: Path) -> None:
     """Runs of one folder are one run: same configuration wherever they stand."""
     seen: dict[str, tuple[Any, ...]] = {}
@@ -265,7 +266,7 @@ def test_without_runs_the_papers_values_stand_alone(name: str, tmp_path: Path) -
     [
         (["mian"], "The paper has no 'mian' here. Did you mean 'main'? Known: main, long-sequence"),
         (["--scale", "nano"], "Say first which table or figure: main"),
-        (["eta", "--scale", "huge"], "invalid choice: 'huge'"),
+        (["eta", "--scale", "huge"], "--scale takes one of paper, nano, got 'huge'"),
         (["eta", "--scale", "nano", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. The runs: fashion-mnist"),
         (["eta", "--scale", "nano", "--method", "ease"], "sets --method itself"),

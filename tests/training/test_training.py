@@ -84,6 +84,7 @@ def test_another_run_is_not_overwritten_unawares(uninterrupted: Path) -> None:
         train(uninterrupted, seed=5)
 
 
+@pytest.mark.slow
 def test_overwrite_trains_anew_and_keeps_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder, method="frozen")
@@ -290,6 +291,7 @@ def test_two_processes_do_not_train_one_run(tmp_path: Path) -> None:
             train(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_not_taken_up(uninterrupted: Path, tmp_path: Path) -> None:
     """Where config.yaml is gone, what lies there belongs to no run."""
     with interrupted_after(5):

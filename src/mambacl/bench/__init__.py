@@ -10,21 +10,29 @@ from typing import Any
 
 import torch
 
-from mambacl.bench import block, inference, nullspace, roofline, scan, step, whole
+from mambacl.bench import network, nullspace, roofline, runs, scan
 from mambacl.bench.options import check_writable, shape_named
-from mambacl.bench.result import Result, machine, record, text
+from mambacl.bench.result import Result, machine_line, record, save, text
 from mambacl.bench.shapes import SHAPES
 from mambacl.bench.sizes import Sizes, default_sizes
 from mambacl.bench.timing import Clock, copy_speed
 from mambacl.errors import UserError
-from mambacl.files import write_json
 from mambacl.log import logger
 from mambacl.registry import did_you_mean
 from mambacl.training.build import pick_device
 
 __all__ = ["PARTS", "SHAPES", "Result", "bench", "measure"]
 
-PARTS = ("scan", "roofline", "block", "step", "projection", "decomposition", "inference", "run")
+PARTS = {
+    "scan": "the recurrence alone, forward and backward, by each backend",
+    "roofline": "what a call of the scan must do at least, and how much longer it takes",
+    "block": "one block, forward and backward, with the kernels and without",
+    "step": "a training step: plain fine-tuning and Mamba-CL",
+    "projection": "projecting a step, against a loop over dense matrices",
+    "decomposition": "decomposing after a task, against an SVD per parameter",
+    "inference": "predicting one image at a time, and many",
+    "run": "a whole run, from the files to the last evaluation",
+}
 
 
 def bench(
@@ -36,15 +44,14 @@ def bench(
     root: Path | None = None,
     show: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Measures the parts named, or all, shows a table of each as it is done, and returns what the JSON file holds.
+    """Measures the parts named, or all, shows each table when it is done, and returns what the JSON file holds.
 
     `shapes`: scans by name, in place of those that suit the device; `root`: CIFAR-100's files, for the part run.
     """
     show = show or partial(print, flush=True)
     chosen = chosen_parts(parts)
     where, sizes = checked(chosen, device, shapes, quick, root)
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     options = {
         "parts": chosen,
         "device": device,
@@ -52,7 +59,7 @@ def bench(
         "quick": quick,
         "root": root and str(root),
     }
-    show("; ".join(f"{key}: {value}" for key, value in machine(where).items()) + f"; torch: {torch.__version__}\n")
+    show(machine_line(where))
     with quiet():
         clock = Clock(where, sizes.repeats, sizes.budget)
         speed = copy_speed(clock, sizes.copy_bytes)
@@ -61,8 +68,7 @@ def bench(
             found[name] = measure(name, clock, sizes, speed, root)
             show(text(found[name]))
             made = record(where, options, speed, found)
-            if json_file is not None:  # after each part, so that an interruption loses no figures
-                write_json(json_file, made)
+            save(made, json_file)  # after each part, so that an interruption loses no figures
     return made
 
 
@@ -71,12 +77,12 @@ def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | No
     ways: Mapping[str, Callable[[], Result]] = {
         "scan": lambda: scan.measure(clock, sizes, speed),
         "roofline": lambda: roofline.measure(clock, sizes, speed),
-        "block": lambda: block.measure(clock, sizes),
-        "step": lambda: step.measure(clock, sizes),
+        "block": lambda: network.measure_block(clock, sizes),
+        "step": lambda: network.measure_step(clock, sizes),
         "projection": lambda: nullspace.measure_projection(clock, sizes),
         "decomposition": lambda: nullspace.measure_decomposition(clock, sizes),
-        "inference": lambda: inference.measure(clock, sizes),
-        "run": lambda: whole.measure(clock, sizes, root),
+        "inference": lambda: network.measure_inference(clock, sizes),
+        "run": lambda: runs.measure(clock, sizes, root),
     }
     return ways[part]()
 

@@ -16,14 +16,11 @@ from torch import Tensor
 
 from mambacl.bench.agreement import Exact, Verdict, compare, exact, results
 from mambacl.bench.models import free_memory
-from mambacl.bench.options import check_writable, shape_named
+from mambacl.bench.options import check_at_least_one, check_writable, shape_named
 from mambacl.bench.peers import OURS, PEERS, Call, Peer
-from mambacl.bench.problem import Problem, make_problem
-from mambacl.bench.result import Result, Row, header, text
-from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape
+from mambacl.bench.result import Result, Row, header, machine_line, save, text
+from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Problem, Shape, make_problem
 from mambacl.bench.timing import Clock
-from mambacl.errors import UserError
-from mambacl.files import write_json
 from mambacl.training.build import pick_device
 
 SECONDS = 10.0  # for the rounds of a shape, about
@@ -172,11 +169,8 @@ def against(
     where = pick_device(device)
     on_gpu = where.type == "cuda"
     chosen = {name: shape_named(name) for name in shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)}
-    for name, number in (("threads", threads), ("rounds", rounds)):
-        if number < 1:
-            raise UserError(f"--{name} must be at least 1, got {number}.")
-    if json_file is not None:
-        check_writable(json_file)
+    check_at_least_one(threads=threads, rounds=rounds)
+    check_writable(json_file)
     dtypes = ("float32", "bfloat16") if on_gpu else ("float32",)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -185,7 +179,7 @@ def against(
         made = header(where, options)
         made["commit"] = commit or made["commit"]
         made["peers"] = availability(where, peers)
-        show("; ".join(f"{key}: {value}" for key, value in made["machine"].items()) + f"; torch: {torch.__version__}\n")
+        show(machine_line(where))
         show("\n".join(f"{name}: {words}" for name, words in made["peers"].items()) + "\n")
         clock = Clock(where, rounds, SECONDS)
         found = Comparison()
@@ -193,8 +187,7 @@ def against(
             compare_all(clock, {name: shape}, dtypes, threads, found, peers)
             show(text(Result(f"{name}: {shape}", [row for row in found.rows if row["shape"] == name], left_out=HIDDEN)))
             made |= as_result(found, where, threads, rounds).as_dict() | {"remarks": found.remarks}
-            if json_file is not None:  # after each shape, so that an interruption loses no figures
-                write_json(json_file, made)
+            save(made, json_file)  # after each shape, so that an interruption loses no figures
     finally:
         torch.set_num_threads(before)
     notes = [textwrap.fill(note, 120, break_on_hyphens=False) for note in (*made["notes"], *found.remarks)]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambacl.bench.problem import Problem
+from mambacl.bench.shapes import Problem
 
 PER_STEP = 4  # roundings of a state in a step: delta A, its exponential, the product with the state, the sum
 DEVIATIONS = 4  # of the random walk

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +18,7 @@ from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
 from mambacl.ops.precision import float32_products
 from mambacl.ops.scan import ENVIRONMENT_VARIABLE
+from mambacl.ops.switch import plain
 from mambacl.training.display import Display
 from mambacl.training.loop import Loop
 from mambacl.training.recipe import Recipe
@@ -57,6 +59,14 @@ def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool =
     return Loop(method, nothing, Recipe(), nothing, Display("", 0, 0), {}, device, bf16, fast=fast)
 
 
+def new_step(loop: Loop, images: Tensor, labels: Tensor) -> partial[None]:
+    """A step of the loop with a new optimizer; every call takes the next one."""
+    loop._new_optimizer()
+    loop._new_step()
+    assert loop.step is not None
+    return partial(loop.step, images, labels, 1.0)
+
+
 def first_that_fits(case: Case, measure: Callable[[int], T]) -> T:
     """What `measure` says of the largest batch that fits into memory."""
     for batch in case.batches:
@@ -75,7 +85,7 @@ def free_memory() -> None:
 
 
 def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """For a forward pass by itself, as in the loop: bf16 under PyTorch's autocast, the others as they are."""
+    """For a forward pass by itself, as in the loop: bf16 under PyTorch's autocast, the others without."""
     return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
 
 
@@ -87,10 +97,6 @@ def products(name: str) -> AbstractContextManager[None]:
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Plain PyTorch everywhere: the twins of the fused kernels, and the PyTorch scan."""
-    try:
-        from mambacl.ops.switch import plain
-    except ImportError:
-        plain = nullcontext  # type: ignore[assignment]
     before = os.environ.get(ENVIRONMENT_VARIABLE)
     os.environ[ENVIRONMENT_VARIABLE] = "torch"
     try:

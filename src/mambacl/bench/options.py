@@ -1,6 +1,6 @@
 """Mistakes in what the bench is asked for, found before anything is measured."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from mambacl.bench.shapes import SHAPES, Shape
@@ -8,7 +8,7 @@ from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
 
 
-def shape_named(name: str, parts: Sequence[str] = ()) -> Shape:
+def shape_named(name: str, parts: Collection[str] = ()) -> Shape:
     if name in parts and name not in SHAPES:
         raise UserError(f"'{name}' is a part: name the parts before --shape.")
     if name not in SHAPES:
@@ -16,7 +16,15 @@ def shape_named(name: str, parts: Sequence[str] = ()) -> Shape:
     return SHAPES[name]
 
 
-def check_writable(path: Path) -> None:
+def check_at_least_one(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"--{name} must be at least 1, got {count}.")
+
+
+def check_writable(path: Path | None) -> None:
+    if path is None:
+        return
     new = not path.exists()
     try:
         with open(path, "ab"):

@@ -1,9 +1,9 @@
-"""Tables of a page that come from recorded figures.
+"""Writes recorded figures into a page:
 
-    python -m mambacl.bench.page docs/speed.md benchmarks/results
+    python -m mambacl.bench.page docs/speed.md
 
-writes between `<!-- table: FILE -->` and `<!-- end -->` what FILE of the folder says. FILE is what `mambacl bench
-against --json` wrote, or `mambacl bench --json` with the name of a part: `<!-- table: FILE PART -->`.
+What stands between `<!-- table: FILE -->` and `<!-- end -->` becomes a table of FILE, which `mambacl bench against
+--json FILE` wrote. FILE is relative to the page.
 """
 
 import json
@@ -14,44 +14,53 @@ from pathlib import Path
 from typing import Any
 
 from mambacl.bench.peers import OURS
-from mambacl.bench.result import Result, Row, shown
+from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
 
-MARKED = re.compile(
-    r"(?P<begin><!-- table: (?P<file>\S+)(?: (?P<part>\w+))? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S
-)
-BUSY = 0.75  # programs for each core, beside which times are not to be trusted
-CALLS = {"forward": "forward", "forward_and_backward": "forward + backward"}
+MARKED = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S)
+BUSY = 0.75  # programs per core; beside more of them, times are not to be trusted
+CALLS = ("forward", "forward_and_backward")
+Cases = dict[tuple[str, str], dict[str, Row]]
 
 
 def with_tables(page: str, folder: Path) -> str:
-    """The page with every marked table as its file has it."""
+    """The page with the current table of every file it names."""
 
     def table(match: re.Match[str]) -> str:
         path = folder / match["file"]
         if not path.is_file():
-            raise UserError(f"{path} is not there: record it with `mambacl bench ... --json {path}`.")
-        return match["begin"] + markdown(json.loads(path.read_text(encoding="utf-8")), match["part"]) + match["end"]
+            raise UserError(f"{path} does not exist: record it with `mambacl bench against --json {path}`.")
+        return match["begin"] + markdown(json.loads(path.read_text(encoding="utf-8"))) + match["end"]
 
     return MARKED.sub(table, page)
 
 
-def markdown(record: Mapping[str, Any], part: str | None = None) -> str:
-    """A line that says commit, machine, date and command, and a table."""
-    if "parts" not in record:
-        return f"{_head(record, 'against')}\n\n{_against(record)}"
-    if part is None or part not in record["parts"]:
-        raise UserError(f"There is no part '{part}' in this file; it has {', '.join(record['parts'])}.")
-    found = record["parts"][part]
-    result = Result(found["title"], found["rows"], left_out=("size",))
-    names = result.columns()
-    rows = [[shown(row.get(name)) or "" for name in names] for row in result.rows]
-    return f"{_head(record, part)}\n\n{_pipes([name.replace('_', ' ') for name in names], rows)}"
+def markdown(record: Mapping[str, Any]) -> str:
+    """One line with command, commit, machine and date; a row per shape and type of the inputs; the versions."""
+    rows: Sequence[Row] = record["rows"]
+    systems = list(dict.fromkeys(str(row["system"]) for row in rows if row["system"] != OURS.name))
+    typed = len({row["inputs"] for row in rows}) > 1
+    cases: Cases = {}
+    for row in rows:
+        cases.setdefault((str(row["shape"]), str(row["inputs"])), {})[str(row["system"])] = row
+    lines = [["scan", *["inputs"] * typed, f"{OURS.name}, ms", *systems]]
+    lines.append(["---"] * len(lines[0]))
+    before = ""
+    for (shape, inputs), found in cases.items():
+        title = "" if shape == before else f"`{shape}`: {next(iter(found.values()))['size']}"
+        before = shape
+        ours = _cell(found.get(OURS.name), "{}_ms")
+        theirs = [_cell(found.get(system), "theirs_/_ours_{}") for system in systems]
+        lines.append([title, *[inputs] * typed, ours, *theirs])
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    versions = ", ".join(f"{name} {words}" for name, words in record["peers"].items() if name in systems)
+    notes = [_head(record), f"{table}\nVersions: {versions}.", *_memory(cases, systems)]
+    return "\n\n".join(notes) + "\n"
 
 
-def _head(record: Mapping[str, Any], part: str) -> str:
+def _head(record: Mapping[str, Any]) -> str:
     machine, on_gpu = record["machine"], record["machine"]["device"] != "CPU"
-    words = [f"`mambacl bench {part} --device {'cuda' if on_gpu else 'cpu'}`"]
+    words = [f"`mambacl bench against --device {'cuda' if on_gpu else 'cpu'}`"]
     words += [f"commit {record['commit']}"] if record.get("commit") else []
     words.append(machine["device"] if on_gpu else f"{machine['cpu']}, {machine['vectors']}")
     threads = machine["threads"]
@@ -62,57 +71,31 @@ def _head(record: Mapping[str, Any], part: str) -> str:
     return "; ".join(words) + "."
 
 
-def _against(record: Mapping[str, Any]) -> str:
-    """Milliseconds and MiB of ours; of every other system, how many times that."""
-    rows: Sequence[Row] = record["rows"]
-    systems = list(dict.fromkeys(str(row["system"]) for row in rows if row["system"] != OURS.name))
-    several = len({row["inputs"] for row in rows}) > 1
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault((str(row["shape"]), str(row["inputs"])), {})[str(row["system"])] = row
-    lines, last = [], ""
-    for (shape, inputs), found in cases.items():
-        title = "" if shape == last else f"`{shape}`: {next(iter(found.values()))['size']}"
-        last = shape
-        for call, words in CALLS.items():
-            cells = [_cell(found.get(system), f"theirs_/_ours_{call}") for system in systems]
-            lines.append([title, *[inputs] * several, words, _ours(found, f"{call}_ms", " ms"), *cells])
-            title = inputs = ""
-        if _ours(found, "peak_MiB", ""):
-            peak = found[OURS.name]["peak_MiB"]
-            cells = [_ratio(found.get(system, {}).get("peak_MiB"), peak) for system in systems]
-            lines.append(["", *[""] * several, "peak memory", _ours(found, "peak_MiB", " MiB"), *cells])
-    table = _pipes(["scan", *["inputs"] * several, "call", OURS.name, *systems], lines)
-    versions = ", ".join(f"{name} {words}" for name, words in record["peers"].items() if name in systems)
-    notes = [f"The others: how many times {OURS.name}'s. Versions: {versions}", *record["remarks"]]
-    return table + "".join(f"\n{note}.\n" for note in notes)
-
-
-def _ours(found: Mapping[str, Row], key: str, unit: str) -> str:
-    figure = shown(found.get(OURS.name, {}).get(key))
-    return f"{figure}{unit}" if figure else ""
-
-
 def _cell(row: Row | None, key: str) -> str:
+    """Forward / forward and backward; the first alone for a system without gradients."""
     if row is None:
         return ""
-    return shown(row.get(key)) or "" if row["agrees"] else "disagrees"
+    if not row["agrees"]:
+        return "disagrees"
+    return " / ".join(figure for call in CALLS if (figure := shown(row.get(key.format(call)))))
 
 
-def _ratio(theirs: Any, ours: Any) -> str:
-    return shown(theirs / ours) or "" if theirs is not None else ""
-
-
-def _pipes(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(heads), ["---"] * len(heads), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def _memory(cases: Cases, systems: Sequence[str]) -> list[str]:
+    """The range of each system's peak memory against ours; nothing on the CPU, where it is not measured."""
+    ranges = []
+    for system in systems:
+        both = [(found[OURS.name].get("peak_MiB"), found.get(system, {}).get("peak_MiB")) for found in cases.values()]
+        ratios = [theirs / ours for ours, theirs in both if isinstance(ours, float) and isinstance(theirs, float)]
+        if ratios:
+            ranges.append(f"{system} {min(ratios):.2g} to {max(ratios):.2g}")
+    return [f"Peak memory of forward and backward, as a multiple of {OURS.name}'s: {', '.join(ranges)}."] * bool(ranges)
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2:
-        raise UserError("Name a page and the folder of its figures: docs/speed.md benchmarks/results.")
+    if len(arguments) != 1:
+        raise UserError("Name a page: docs/speed.md.")
     page = Path(arguments[0])
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), Path(arguments[1])), encoding="utf-8")
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
     return 0
 
 

@@ -4,12 +4,17 @@ A peer that is not installed is left out, with a line that says how to get it.
 """
 # mypy: disable-error-code="import-not-found, import-untyped"
 
+import ctypes
 import importlib.util
 import inspect
+import shutil
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambacl.bench import c_loop, graphs
-from mambacl.bench.ours import selective_scan
-from mambacl.bench.problem import Problem
+from mambacl.bench import graphs
+from mambacl.bench.shapes import Problem
 from mambacl.errors import UserError
+from mambacl.ops import selective_scan
 
 Call = Callable[[], Tensor]
 ENGINE_TRIALS = 5  # calls of each variant of a graph
-PLAIN_STEPS = 256  # a peer that launches kernels for each step takes a GPU longer than one cares to wait for more
+PLAIN_STEPS = 256  # on a GPU, peers that launch kernels for each step are too slow for longer scans
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,10 @@ class CompiledLoop(Peer):
     """The loop in C, which needs a compiler rather than a package."""
 
     def installed(self) -> bool:
-        return c_loop.compiler() is not None
+        return c_compiler() is not None
 
     def version(self) -> str:
-        return c_loop.version()
+        return c_compiler_version()
 
 
 def ours(problem: Problem, threads: int) -> Call:
@@ -210,21 +215,84 @@ def fastest(calls: Iterable[Call]) -> Call:
     return min(list(calls), key=seconds)
 
 
+# A plain loop in C shows what a compiler makes of the recurrence. It goes through the channels one by one, time inside
+# and states innermost, as ggml's `ssm_scan` does. Compiled as ggml is, it takes one exponential at a time; with relaxed
+# arithmetic, GCC with glibc takes a vector of them.
+C_FLAGS = ("-O3", "-march=native", "-std=c11", "-shared", "-fPIC")
+C_RELAXED = (*C_FLAGS, "-ffast-math")
+C_SOURCE = r"""
+#include <math.h>
+#include <stdlib.h>
+
+static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+/* u, delta, z, y (b, d, l); A (d, n); B, C (b, n, l); D, bias (d). 1 where memory is short. */
+int scan(const float *u, const float *delta, const float *A, const float *B, const float *C, const float *D,
+         const float *z, const float *bias, float *y, long batch, long channels, long length, long states) {
+    float *tokens = malloc(sizeof(float) * (2 * length * states + states));
+    if (!tokens) return 1;
+    float *b = tokens, *c = tokens + length * states, *h = tokens + 2 * length * states;
+    for (long image = 0; image < batch; image++) {
+        for (long n = 0; n < states; n++)
+            for (long t = 0; t < length; t++) { /* states next to each other */
+                b[t * states + n] = B[(image * states + n) * length + t];
+                c[t * states + n] = C[(image * states + n) * length + t];
+            }
+        for (long d = 0; d < channels; d++) {
+            const long row = (image * channels + d) * length;
+            for (long n = 0; n < states; n++) h[n] = 0.0f;
+            for (long t = 0; t < length; t++) {
+                const float step = softplus(delta[row + t] + bias[d]), x = step * u[row + t];
+                float sum = 0.0f;
+                for (long n = 0; n < states; n++) {
+                    const float state = h[n] * expf(step * A[d * states + n]) + x * b[t * states + n];
+                    sum += state * c[t * states + n];
+                    h[n] = state;
+                }
+                const float gate = z[row + t];
+                y[row + t] = (sum + D[d] * u[row + t]) * gate / (1.0f + expf(-gate));
+            }
+        }
+    }
+    free(tokens);
+    return 0;
+}
+"""
+
+
+def c_compiler() -> str | None:
+    return shutil.which("cc")
+
+
+def c_compiler_version() -> str:
+    found = subprocess.run([str(c_compiler()), "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
+    return f"cc {found.stdout.strip() or 'of unknown version'}"
+
+
+def compiled(flags: Sequence[str] = C_FLAGS) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "scan.c", Path(folder) / "scan.so"
+        source.write_text(C_SOURCE, encoding="utf-8")
+        command = [str(c_compiler()), *flags, str(source), "-o", str(library), "-lm"]
+        subprocess.run(command, check=True, capture_output=True)
+        return ctypes.CDLL(str(library))  # stays loaded when the file is gone
+
+
 def compiled_loop(problem: Problem, threads: int) -> Call:
-    return _compiled_call(problem, c_loop.FLAGS)
+    return _compiled_call(problem, C_FLAGS)
 
 
 def relaxed_loop(problem: Problem, threads: int) -> Call:
-    return _compiled_call(problem, c_loop.RELAXED)
+    return _compiled_call(problem, C_RELAXED)
 
 
 def _compiled_call(problem: Problem, flags: tuple[str, ...]) -> Call:
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     tensors = [problem.inputs[name].detach() for name in names]
     y = torch.empty_like(tensors[0])
-    shape, scan = problem.shape, c_loop.compiled(flags).scan
-    pointers = [c_loop.ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, y)]
-    sizes = [c_loop.ctypes.c_long(size) for size in (shape.batch, shape.channels, shape.length, shape.states)]
+    shape, scan = problem.shape, compiled(flags).scan
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, y)]
+    sizes = [ctypes.c_long(size) for size in (shape.batch, shape.channels, shape.length, shape.states)]
 
     def call() -> Tensor:
         if scan(*pointers, *sizes) != 0:

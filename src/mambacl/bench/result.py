@@ -1,11 +1,12 @@
 """What a part of the bench found: rows of named figures, as a table and as JSON alike."""
 
+import json
 import os
 import platform
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mambacl.files import write_bytes
 from mambacl.reports.rendering import to_text
 from mambacl.reports.tables import Column, Table
 from mambacl.training.loop import versions
@@ -61,13 +63,34 @@ def shown(figure: Figure) -> str | None:
     return None if figure is None else str(figure)
 
 
-def record(device: torch.device, options: Mapping[str, Any], copies: float, parts: Mapping[str, Result]) -> dict:
+def record(
+    device: torch.device, options: Mapping[str, Any], copies: float, parts: Mapping[str, Result]
+) -> dict[str, Any]:
     """Everything that was found, and where."""
     return {
         **header(device, options),
         "copy_bytes_per_second": copies,
         "parts": {name: result.as_dict() for name, result in parts.items()},
     }
+
+
+def publish(
+    result: Result,
+    device: torch.device,
+    options: Mapping[str, Any],
+    json_file: Path | None = None,
+    show: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Shows a table, and returns what the JSON file holds."""
+    show(text(result))
+    made = {**header(device, options), **result.as_dict()}
+    save(made, json_file)
+    return made
+
+
+def save(made: Mapping[str, Any], json_file: Path | None) -> None:
+    if json_file is not None:
+        write_bytes(json_file, (json.dumps(made, indent=1) + "\n").encode())
 
 
 def header(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +129,11 @@ def machine(device: torch.device) -> dict[str, Figure]:
         "load": load(),
         "system": platform.platform(),
     }
+
+
+def machine_line(device: torch.device) -> str:
+    words = {**machine(device), "torch": torch.__version__}
+    return "; ".join(f"{key}: {value}" for key, value in words.items()) + "\n"
 
 
 def load() -> float | None:

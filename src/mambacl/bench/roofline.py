@@ -4,29 +4,92 @@ The call is `mambacl.selective_scan` with D, delta's bias, softplus and, where t
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from mambacl.bench.ceilings import EXPONENTIAL, Ceilings, Work, ceilings
 from mambacl.bench.models import free_memory
-from mambacl.bench.ours import kernels_of
 from mambacl.bench.peers import OURS
-from mambacl.bench.problem import Problem, make_problem
 from mambacl.bench.result import Result, Row
-from mambacl.bench.shapes import Shape
+from mambacl.bench.shapes import Problem, Shape, make_problem
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
+from mambacl.ops import switch
 
+PROGRAMS_PER_PROCESSOR, BLOCK, UNROLLED, ROUNDS = 32, 1024, 32, 64  # of a GPU
+SIDE = 256  # of a matrix
+EXPONENTIAL = (
+    10  # products on a CPU: two for the rest of the argument, a polynomial of degree 6, two for the power of two
+)
 REGISTERS, MOST_WARPS, LANES = 65536, 64, 32  # of a processor of an NVIDIA GPU; threads of a warp
 NOTES = (
     "bytes: every input read once and every result written once; with a backward, the inputs once more, dy, and a "
     "gradient of each input. functions: one exponential per state and step, two with a backward, which computes states "
     "again; and those of softplus and of the gate. products: multiplications, with an addition or without.",
     "Ceilings measured in this run: {bytes:.3g} GB/s, {functions:.3g} billion functions and {products:.3g} billion "
-    "products a second. The longest of these times binds; left: the time taken, divided by it.",
+    "products per second. The longest of these times binds; left: the time taken, divided by it.",
 )
 CPU_NOTE = f"On the CPU a function takes about {EXPONENTIAL} products, so that both add up to the arithmetic."
 GPU_NOTE = "registers: of a thread of the scan's kernel; warps: how many of them a processor has registers for, of 64."
+
+
+@dataclass(frozen=True)
+class Work:
+    bytes: int
+    functions: int
+    products: int
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Per second."""
+
+    bytes: float
+    functions: float
+    """exponentials, and other functions that the same unit computes"""
+    products: float
+    """of float32, each with an addition or without"""
+    shared: bool
+    """whether functions are made of products, so that they take turns"""
+
+    def seconds(self, work: Work) -> dict[str, float]:
+        """What each kind of work would take at least."""
+        functions, products = work.functions / self.functions, work.products / self.products
+        if self.shared:
+            return {"bytes": work.bytes / self.bytes, "arithmetic": functions + products}
+        return {"bytes": work.bytes / self.bytes, "functions": functions, "products": products}
+
+
+def ceilings(clock: Clock, copied: float) -> Ceilings:
+    """`copied`: bytes per second that a copy reads and writes."""
+    if clock.device.type == "cuda":
+        return Ceilings(copied, *_on_gpu(clock), shared=False)
+    products = _on_cpu(clock)
+    return Ceilings(copied, products / EXPONENTIAL, products, shared=True)
+
+
+def _on_cpu(clock: Clock) -> float:
+    matrix, product = torch.rand(SIDE, SIDE), torch.empty(SIDE, SIDE)
+    times = clock.in_rounds({"product": lambda: torch.mm(matrix, matrix, out=product)})
+    return SIDE**3 / min(times["product"])
+
+
+def _on_gpu(clock: Clock) -> tuple[float, float]:
+    from mambacl.bench.roofline_kernels import exponentiate, multiply_and_add
+
+    programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(clock.device).multi_processor_count
+    out = torch.empty(programs * BLOCK, device=clock.device)
+    constants = {"UNROLLED": UNROLLED, "BLOCK": BLOCK}
+    with torch.cuda.device(clock.device):
+        times = clock.in_rounds(
+            {
+                "exp": lambda: exponentiate[(programs,)](out, -0.9, ROUNDS, **constants),
+                "product": lambda: multiply_and_add[(programs,)](out, 0.9, 0.1, ROUNDS, **constants),
+            }
+        )
+    done = programs * BLOCK * UNROLLED * ROUNDS
+    return done / min(times["exp"]), done / min(times["product"])
 
 
 def forward_work(shape: Shape, itemsize: int) -> Work:
@@ -66,7 +129,7 @@ def _elements(shape: Shape) -> tuple[int, int, int]:
 
 
 def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
-    """`speed`: bytes in a second that a copy reads and writes."""
+    """`speed`: bytes per second that a copy reads and writes."""
     ceiling = ceilings(clock, speed)
     on_gpu = clock.device.type == "cuda"
     result = Result(f"Roofline of the scan on {clock.device.type}", left_out=("size",))
@@ -116,3 +179,19 @@ def _row(clock: Clock, call: Callable[[], object], work: Work, ceiling: Ceilings
 def warps(registers: int) -> int:
     """How many a processor has registers for, given the registers per thread, which are handed out eight at a time."""
     return min(MOST_WARPS, REGISTERS // (-(-registers // 8) * 8 * LANES))
+
+
+def kernels_of(call: Callable[[], object]) -> dict[str, Any]:
+    """The compiled Triton kernels that a call runs, by name; empty where none does."""
+    if not switch.available():
+        return {}
+    from mambacl.ops.kernels import launch
+
+    remembered = launch._compiled
+    launch._compiled = {}  # whatever the call launches is entered again
+    try:
+        call()
+        found = launch._compiled
+    finally:
+        launch._compiled = remembered
+    return {key[0].__name__: kernel for key, kernel in found.items()}

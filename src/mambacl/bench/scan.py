@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from mambacl.bench.models import free_memory
-from mambacl.bench.ours import available_backends, scan_tokens
 from mambacl.bench.result import Result, Row
 from mambacl.bench.shapes import MAMBA_SSM, MAMBA_SSM_GPU, MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.errors import UserError
+from mambacl.ops import available_backends, scan_tokens
 
 LEFT_OUT = ("size", "floor_forward_ms", "floor_backward_ms")
 NOTES = (
@@ -23,11 +23,11 @@ NOTES = (
     "over fastest: forward and backward together, against the fastest backend for that shape and type. All compute in "
     "float32; making it out of bfloat16 is part of the time.",
 )
-PLAIN_STEPS = 256  # a plain backend takes a GPU longer than one cares to wait for more
+PLAIN_STEPS = 256  # on a GPU, plain backends are too slow for longer scans
 GPU_NOTES = (
     "queued: the GPU never waited for Python. alone: forward and backward of a call that is waited for, launches "
     "included.",
-    f"The plain backends launch several kernels a step: they are timed in float32 and for up to {PLAIN_STEPS} steps.",
+    f"The plain backends launch several kernels per step: they are timed in float32 and for up to {PLAIN_STEPS} steps.",
 )
 MAMBA_SSM_NOTE = (
     f"mamba-ssm / ours: recorded times of {MAMBA_SSM}, divided by ours; above 1, ours is faster. Its figures for vim-s "
@@ -53,7 +53,7 @@ class Scan:
 
 
 def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
-    """`speed`: bytes in a second that a copy reads and writes."""
+    """`speed`: bytes per second that a copy reads and writes."""
     result = Result(f"Selective scan on {clock.device.type}", left_out=LEFT_OUT)
     backends = [name for name in available_backends() if name != "auto"]
     for name, shape in sizes.shapes.items():

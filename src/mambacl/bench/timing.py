@@ -15,7 +15,7 @@ import torch
 
 MOST_CALLS = 20  # queued at once: a GPU takes about a thousand launches before its queue is full
 BATCH_SECONDS = 0.02  # as many calls as fill this, if they are short
-CYCLES = 2e9  # of a GPU in a second, about
+CYCLES = 2e9  # of a GPU per second, about
 LONGEST_SLEEP = 0.25  # calls that take longer to launch cannot be queued
 ROW_SECONDS = 1.0  # of calls before they are waited for
 FEWEST = 3  # repeats, however long they take
@@ -43,7 +43,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def once(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Seconds until so many calls in a row are done, divided by their number."""
+        """Seconds per call, of several calls in a row."""
         self.synchronize()
         started = time.perf_counter()
         for _ in range(calls):
@@ -129,7 +129,7 @@ def _sleep(launching: float) -> float:
 
 
 def copy_speed(clock: Clock, size: int) -> float:
-    """Bytes read and written in a second by a copy of so many bytes."""
+    """Bytes per second that a copy of this size reads and writes."""
     source = torch.zeros(max(1, size // 4), device=clock.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / clock.on_device(lambda: target.copy_(source)).seconds

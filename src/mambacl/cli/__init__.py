@@ -1,39 +1,42 @@
-"""The command line, one file a group of commands. A mistake of the user's gets one sentence and exit code 2; a failure
-in the middle of work 1."""
+"""The command line, one file per group of commands. A mistake of the user's gets one sentence and exit code 2, a
+failure in the middle of work 1."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from mambacl.cli.bench import bench
-from mambacl.cli.data import data
+from mambacl.cli.bench import bench, bench_against, bench_busy, bench_precision, bench_relaxation, bench_settings
+from mambacl.cli.command import Command
+from mambacl.cli.data import data_check, data_list, data_prepare, data_show
 from mambacl.cli.models import convert, methods, models, plan
 from mambacl.cli.paper import paper
 from mambacl.cli.reporting import audit, report
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.errors import UserError
-from mambacl.registry import did_you_mean
+from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_the_start_of_the_process
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    command.__name__: command
-    for command in (train, resume, evaluate, report, paper, audit, plan, data, bench, models, methods, convert)
-}
-
-LONG = (train, resume, evaluate, paper, audit)  # and compute
+FUNCTIONS = (
+    train, resume, evaluate, report, audit, paper, plan, data_list, data_prepare, data_check, data_show, bench,
+    bench_against, bench_settings, bench_precision, bench_busy, bench_relaxation, models, methods, convert,
+)  # fmt: skip
+COMMANDS = {name: Command(name, function) for function in FUNCTIONS for name in [function.__name__.replace("_", " ")]}
+LONG = ("train", "resume", "evaluate", "paper", "audit")  # and compute
 BUSY = 0.5  # programs that want a core, for each core
 SPINS = "2000"  # about as long as Python takes from one operation to the next
 
 
-def usage() -> str:
-    lines = [f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()]
+def usage(first: str = "") -> str:
+    """All commands, or those that begin with a word."""
+    chosen = [command for name, command in COMMANDS.items() if not first or name.split()[0] == first]
+    lines = [f"  {command.name:14} {command.summary}" for command in chosen]
     return "\n".join(
-        ["usage: mambacl COMMAND ...", "", "Teaches a Mamba model new classes without forgetting the old ones.", "",
-         *lines, "", "`mambacl COMMAND --help` says more."]
+        [f"usage: mambacl {first or 'COMMAND'} ...", "", "Teaches a Mamba model new classes without forgetting.",
+         "", *lines, "", "`mambacl COMMAND --help` says more."]
     )  # fmt: skip
 
 
@@ -46,13 +49,26 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"mambacl {version('mambacl')}")
         return 0
-    command = COMMANDS.get(arguments[0])
-    if command is None:
-        hint = did_you_mean(arguments[0], COMMANDS)
-        return _fail(f"There is no command '{arguments[0]}'.{hint} Known: {', '.join(COMMANDS)}.", 2)
-    if command in LONG:
+    first, second = arguments[0], " ".join(arguments[:2])
+    if second in COMMANDS:  # such as `data check`
+        return COMMANDS[second](arguments[2:])
+    actions = [name.split()[1] for name in COMMANDS if name.startswith(f"{first} ")]
+    if first not in COMMANDS and actions:
+        return _without_action(first, actions, arguments[1:])
+    if first not in COMMANDS:
+        raise unknown("command", first, dict.fromkeys(name.split()[0] for name in COMMANDS))
+    if first in LONG:
         _share_cores()
-    return command(arguments[1:])
+    return COMMANDS[first](arguments[1:])
+
+
+def _without_action(first: str, actions: Sequence[str], rest: Sequence[str]) -> int:
+    if not rest:
+        raise UserError(f"Say what to do: mambacl {first} {', '.join(actions[:-1])} or {actions[-1]}.")
+    if rest[0] not in ("-h", "--help"):
+        raise unknown("command", f"{first} {rest[0]}", [f"{first} {action}" for action in actions])
+    print(usage(first))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,65 +1,137 @@
-"""The command bench."""
+"""The command bench, and the benchmarks with options: bench against, settings, precision, busy, relaxation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
-from mambacl.cli.parsing import Parser
+from mambacl.config import Device
 from mambacl.errors import UserError
+from mambacl.options import at_least
 
 
-def bench(arguments: Sequence[str]) -> int:
-    """how fast this machine does it, part by part: `mambacl bench scan step --device cpu`"""
-    if list(arguments[:1]) == ["against"]:
-        return against(arguments[1:])
-    parts, names = _names() if {"-h", "--help"} & set(arguments) else ("", "")
-    words = (
-        "Times the parts named, or all, at sizes that suit the device. Ratios are those of one run. `mambacl bench "
-        "against` times the scan beside other implementations."
-    )
-    parser = Parser(prog="mambacl bench", description=words)
-    parser.add_argument("parts", metavar="PART", nargs="*", help=f"of {parts}; all if none is named")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, with machine and date")
-    shapes = f"scans to time: {names}; those that suit the device if left out"
-    parser.add_argument("--shape", nargs="+", action="extend", default=[], metavar="NAME", help=shapes)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats, to see that all is well")
-    parser.add_argument("--root", type=Path, default=None, help="folder with CIFAR-100's files, for the part run")
-    given = parser.parse_intermixed_args(arguments)
-    if "against" in given.parts:
-        raise UserError("`against` goes by itself, before its options: mambacl bench against --help says which.")
+def _parts() -> str:  # PyTorch is loaded for the names
+    from mambacl.bench import PARTS
+
+    return "; ".join(f"{name}: {sentence}" for name, sentence in PARTS.items()) + "; all if none is named"
+
+
+def _shapes() -> str:
+    from mambacl.bench import SHAPES
+
+    return f"scans to time: {', '.join(SHAPES)}; those that suit the device if left out"
+
+
+Where = Annotated[Device, "auto, cpu, cuda or cuda:N"]
+Shapes = Annotated[tuple[str, ...], _shapes]
+Seeds = Annotated[int, "how many seeds", at_least(1)]
+Json = Annotated[Path | None, "also write the figures there, with machine and date"]
+BY_THEMSELVES = ("against", "settings", "precision", "busy", "relaxation")
+
+
+def bench(
+    *part: Annotated[str, _parts],
+    device: Where = "auto",
+    json: Json = None,
+    shape: Shapes = (),
+    quick: Annotated[bool, "fewer sizes and repeats, to see that all is well"] = False,
+    root: Annotated[Path | None, "folder with CIFAR-100's files, for the part run"] = None,
+) -> int:
+    """measure how fast this machine is, part by part: `mambacl bench scan step --device cpu`
+
+    Times the parts at sizes that suit the device. Ratios are taken within one run."""
+    for name in part:
+        if name in BY_THEMSELVES:
+            raise UserError(f"`{name}` goes by itself, before its options: mambacl bench {name} --help says which.")
 
     from mambacl.bench import bench as run_bench
 
-    run_bench(given.parts, given.device, given.json, given.shape, given.quick, given.root)
+    run_bench(part, device, json, shape, quick, root)
     return 0
 
 
-def _names() -> tuple[str, str]:
-    """Of the parts and the shapes, which PyTorch must be loaded for."""
-    from mambacl.bench import PARTS, SHAPES
+def bench_against(
+    *,
+    device: Where = "auto",
+    shape: Shapes = (),
+    threads: Annotated[int, "threads on the CPU", at_least(1)] = 1,
+    rounds: Annotated[int, "most rounds per shape", at_least(1)] = 15,
+    json: Json = None,
+    commit: Annotated[str | None, "recorded in the JSON where the package does not run from a git checkout"] = None,
+) -> int:
+    """time the scan beside other implementations, after a check that they agree
 
-    return ", ".join(PARTS), ", ".join(SHAPES)
+    Times the selective scan and whatever other implementations are installed, in one process and in turn. Install them
+    with pip install 'mambacl[bench]'."""
+    from mambacl.bench.against import against
+
+    against(device, shape, json, threads, rounds, commit)
+    return 0
 
 
-def against(arguments: Sequence[str]) -> int:
-    names = _names()[1] if {"-h", "--help"} & set(arguments) else ""
-    words = (
-        "Times the selective scan beside whatever other implementations are installed, in one process and in turn, "
-        "after checking that their results agree. Install them with pip install 'mambacl[bench]'."
-    )
-    parser = Parser(prog="mambacl bench against", description=words)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    shapes = f"scans to time: {names}; those that suit the device if left out"
-    parser.add_argument("--shape", nargs="+", action="extend", default=[], metavar="NAME", help=shapes)
-    parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (1)")
-    parser.add_argument("--rounds", type=int, default=15, help="most rounds per shape (15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, with machine and date")
-    parser.add_argument("--commit", help="recorded in the JSON where the package does not run from a git checkout")
-    given = parser.parse_args(arguments)
+def bench_settings(
+    *,
+    device: Where = "auto",
+    batch: Annotated[int, "images per step", at_least(1)] = 200,
+    precision: Annotated[Literal["float32", "tf32", "bf16"], "of the step"] = "bf16",
+    tasks: Annotated[int, "tasks that are consolidated first, up to 5", at_least(1)] = 3,
+    images: Annotated[int, "images per task, for the covariances", at_least(1)] = 500,
+    json: Json = None,
+) -> int:
+    """time a training step after consolidated tasks, by setting: sequential, public-code, exact
 
-    from mambacl.bench.against import against as run_against
+    Covariances come from the packaged images, so that ranks are those of a run."""
+    from mambacl.bench.settings import settings
 
-    run_against(given.device, given.shape, given.json, given.threads, given.rounds, given.commit)
+    settings(device, batch, precision, tasks, images, json)
+    return 0
+
+
+def bench_precision(
+    *,
+    preset: Annotated[str, "what to train"] = "cifar100-10-nano",
+    root: Annotated[Path | None, "folder with the data set's files"] = None,
+    out: Annotated[Path, "folder of the runs"] = Path("runs/precision"),
+    seeds: Seeds = 3,
+    device: Where = "auto",
+    json: Json = None,
+) -> int:
+    """compare whole runs in float32, tf32 and bf16 over several seeds: accuracy, forgetting, seconds
+
+    Finished runs in the folder are not trained again."""
+    from mambacl.bench.runs import precision
+
+    precision(preset, root, out, seeds, device, json)
+    return 0
+
+
+def bench_busy(
+    *,
+    long: Annotated[bool, "more ways of waiting, more rounds: about five minutes"] = False,
+    others: Annotated[int, "programs beside it, each with a thread per core", at_least(1)] = 1,
+    json: Json = None,
+) -> int:
+    """time a training step on the CPU beside other programs, by how OpenMP's threads wait
+
+    About a minute on two cores."""
+    from mambacl.bench.busy import busy
+
+    busy(long, others, json)
+    return 0
+
+
+def bench_relaxation(
+    *,
+    device: Where = "auto",
+    seeds: Seeds = 3,
+    passes: Annotated[int, "passes over each task's images", at_least(1)] = 3,
+    lr: Annotated[float, "learning rate"] = 2e-3,
+    json: Json = None,
+) -> int:
+    """measure what letting A move gains, at equal drift of the old features
+
+    docs/exact.md explains it. About 4 minutes on two cores, one on an H200."""
+    from mambacl.bench.relaxation import relaxation
+
+    relaxation(device, seeds, passes, lr, json)
     return 0

@@ -4,54 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mambacl.cli.parsing import Parser
 from mambacl.errors import UserError
 from mambacl.files import expanded
+from mambacl.options import at_least, between
 from mambacl.registry import did_you_mean
+from mambacl.scenarios import Scenario
 
 if TYPE_CHECKING:
     from mambacl.data import DataSet, Domains, StreamConfig
 
-
-def data(arguments: Sequence[str]) -> int:
-    """list, prepare, check and show data sets: `mambacl data check cifar100 --root DIR`"""
-    words = "Lists the data sets, makes a folder hold one, checks it image by image, draws the tasks of a stream."
-    parser = Parser(prog="mambacl data", description=words)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    actions.add_parser("list", help="the data sets, their sizes, what their root holds")
-    one = actions.add_parser("prepare", help="make a folder hold a public data set; the same command again continues")
-    one.add_argument("name", help="a data set; `mambacl data list` names them")
-    one.add_argument("--root", required=True, help="the folder; made where it is missing")
-    one.add_argument("--source", action="append", default=[], metavar="FILE|DIR|URL",
-                     help="an archive at hand, a folder of them, or another address; can be given again")  # fmt: skip
-    one.add_argument("--lists", default=None, metavar="DIR", help="a folder with the public split lists")
-    two = actions.add_parser("check", help="read every image; count, find what is missing, damaged or there twice")
-    two.add_argument("name", help="a data set; `mambacl data list` names them")
-    two.add_argument("--limit", type=int, default=10, help="names shown of each finding")
-    two.add_argument("--classes", action="store_true", help="show the counts of every class")
-    two.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write everything found there")
-    three = actions.add_parser("show", help="the tasks of a stream: classes, counts, and images in one PNG")
-    three.add_argument("stream", help="a data set, a preset, a YAML file or a run folder")
-    three.add_argument("--out", type=Path, default=None, help="the PNG; NAME-tasks.png here if left out")
-    three.add_argument("--skip-bad", action="store_true", help="leave out images that cannot be read")
-    three.add_argument("--images", type=int, default=8, help="sample images of each task")
-    for action in (two, three):
-        action.add_argument("--root", default=None, help="folder with the data set's files; of 'manifest' the file")
-        action.add_argument("--tasks", default=None, help="number of tasks, sizes such as 50,10,10, or own")
-        action.add_argument("--first-task", type=int, default=None, help="classes in the first task")
-        action.add_argument("--order", default=None, help="natural, pilot, mamba-cl, coda-prompt or a file")
-        action.add_argument("--order-seed", type=int, default=None, help="seed of that order")
-        action.add_argument("--scenario", default=None, help="class, task, or domain: every domain is a task")
-    given = parser.parse_args(arguments)
-    return {"list": _list, "prepare": _prepare, "check": _check, "show": _show}[given.action](given)
+Name = Annotated[str, "a data set; `mambacl data list` names them"]
+Root = Annotated[str | None, "folder with the data set's files; of 'manifest' the file"]
+Tasks = Annotated[str | None, "number of tasks, sizes such as 50,10,10, or own"]
+FirstTask = Annotated[int | None, "classes in the first task"]
+Order = Annotated[str | None, "natural, pilot, mamba-cl, coda-prompt or a file"]
+OrderSeed = Annotated[int | None, "seed of that order"]
+InScenario = Annotated[Scenario | None, "domain: every domain is a task"]
 
 
-def _list(given: Namespace) -> int:
+def data_list() -> int:
+    """list the data sets, their sizes, and what their root holds"""
     from mambacl.data import DATASETS, SOURCES
 
     print(f"{'name':20} {'classes':>7} {'training':>9} {'test':>8}  what it is")
@@ -65,42 +40,60 @@ def _list(given: Namespace) -> int:
     return 0
 
 
-def _prepare(given: Namespace) -> int:
+def data_prepare(
+    name: Name,
+    *,
+    root: Annotated[str | None, "the folder; made where it is missing"] = None,
+    source: Annotated[list[str] | None, "an archive, a folder of them, or another address; may be repeated"] = None,
+    lists: Annotated[str | None, "a folder with the public split lists"] = None,
+) -> int:
+    """make a folder hold a public data set; the same command again continues"""
+    if root is None:
+        raise UserError("Say where the data set goes: --root DIR.")
     from mambacl.data.preparing import missing, prepare
 
-    dataset = prepare(given.name, given.root, given.source, given.lists, lambda line: print(line, flush=True))
+    dataset = prepare(name, root, source or [], lists, lambda line: print(line, flush=True))
     print(f"{len(dataset.class_names):,} classes, {len(dataset.train.labels):,} training and "
-          f"{len(dataset.test.labels):,} test images lie in {given.root}.")  # fmt: skip
+          f"{len(dataset.test.labels):,} test images lie in {root}.")  # fmt: skip
     if absent := missing(dataset):
-        print(
-            f"{absent:,} of the images are missing: `mambacl data check {given.name} --root {given.root}` names them."
-        )
+        print(f"{absent:,} of the images are missing: `mambacl data check {name} --root {root}` names them.")
         return 1
-    print(f"Next: mambacl data check {given.name} --root {given.root}")
+    print(f"Next: mambacl data check {name} --root {root}")
     return 0
 
 
-def _check(given: Namespace) -> int:
+def data_check(
+    name: Name,
+    *,
+    root: Root = None,
+    limit: Annotated[int, "names shown of each finding", at_least(0)] = 10,
+    classes: Annotated[bool, "show the counts of every class"] = False,
+    json_: Annotated[Path | None, "also write everything found there"] = None,
+    tasks: Tasks = None,
+    first_task: FirstTask = None,
+    order: Order = None,
+    order_seed: OrderSeed = None,
+    scenario: InScenario = None,
+) -> int:
+    """read every image; count, find what is missing, damaged or there twice"""
     from mambacl.data import DATASETS, check_dataset
     from mambacl.data.checking import Finding
     from mambacl.data.preparing import not_public
 
-    if given.limit < 0:
-        raise UserError(f"--limit must not be negative, got {given.limit}.")
-    dataset = DATASETS.get(given.name)(None if given.root is None else expanded(given.root))
-    config = _changed(None, given)
-    named = config.own_tasks or given.tasks or config.by_domain
-    if not named and not (given.order is given.order_seed is given.first_task is None):
+    dataset = DATASETS.get(name)(None if root is None else expanded(root))
+    config = _changed(None, root, tasks, first_task, order, order_seed, scenario)
+    named = config.own_tasks or tasks or config.by_domain
+    if not named and (order, order_seed, first_task) != (None, None, None):
         raise UserError("--order, --order-seed and --first-task say which classes a task has: add --tasks.")
-    tasks, domains = _tasks(dataset, config) if named else (None, None)
+    classes_of, domains = _tasks(dataset, config) if named else (None, None)
     if domains is not None:
-        dataset, tasks = dataclasses.replace(dataset, tasks=None, domains=domains), None
-    report = check_dataset(dataset, given.name, tasks)
-    if given.root is not None and (changed := not_public(given.name, given.root)):
+        dataset, classes_of = dataclasses.replace(dataset, tasks=None, domains=domains), None
+    report = check_dataset(dataset, name, classes_of)
+    if root is not None and (changed := not_public(name, root)):
         what = f"{len(changed)} of the files {'is' if len(changed) == 1 else 'are'} not those of the public data set"
         report.findings.append(Finding(what, "move them away and prepare it again", changed))
-    print("\n".join(report.lines(given.limit, given.classes)))
-    if given.json is not None:
+    print("\n".join(report.lines(limit, classes)))
+    if json_ is not None:
         content = {
             "name": report.name, "whole": report.complete, "class_names": report.class_names,
             "train": report.train.tolist(), "test": report.test.tolist(), "tasks": report.tasks,
@@ -108,26 +101,38 @@ def _check(given: Namespace) -> int:
             "findings": [dataclasses.asdict(finding) for finding in report.findings],
         }  # fmt: skip
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        given.json.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name that is no Unicode as \\udcXX
+        json_.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name that is no Unicode as \\udcXX
     return 0 if report.complete else 1
 
 
-def _show(given: Namespace) -> int:
+def data_show(
+    stream: Annotated[str, "a data set, a preset, a YAML file or a run folder"],
+    *,
+    root: Root = None,
+    out: Annotated[Path | None, "the PNG; NAME-tasks.png here if left out"] = None,
+    images: Annotated[int, "sample images of each task", between(1, 100)] = 8,
+    skip_bad: Annotated[bool, "leave out images that cannot be read"] = False,
+    tasks: Tasks = None,
+    first_task: FirstTask = None,
+    order: Order = None,
+    order_seed: OrderSeed = None,
+    scenario: InScenario = None,
+) -> int:
+    """print the tasks of a stream, its classes and counts, and draw images of each in a PNG"""
     from mambacl.data import open_data
     from mambacl.data.preview import preview_tasks
     from mambacl.scenarios import SCENARIOS
 
-    if not 1 <= given.images <= 100:
-        raise UserError(f"--images must be at least 1 and at most 100, got {given.images}.")
-    name, config = _named(given)
-    dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or given.skip_bad))
-    tasks, domains = _tasks(dataset, config)
-    picture, lines = preview_tasks(dataset, tasks, given.images, domains)
-    those = f"{len(tasks):,} tasks" if domains is None else f"each of {len(tasks):,} domains"
+    name, config = _named(stream)
+    config = _changed(config, root, tasks, first_task, order, order_seed, scenario)
+    dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or skip_bad))
+    classes_of, domains = _tasks(dataset, config)
+    picture, lines = preview_tasks(dataset, classes_of, images, domains)
+    those = f"{len(classes_of):,} tasks" if domains is None else f"each of {len(classes_of):,} domains"
     print(f"{dataset.name}: {len(dataset.class_names):,} classes in {those}")
     print("\n".join(lines))
     print(f"Evaluation is {config.scenario}-incremental: the model {SCENARIOS[config.scenario]}.")
-    path = given.out or Path(f"{name}-tasks.png")
+    path = out or Path(f"{name}-tasks.png")
     picture.save(path, format="PNG")
     print(f"Picture: {path}")
     return 0
@@ -144,15 +149,14 @@ def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Dom
     return tasks_of(dataset, tasks, config.order, config.order_seed, config.first_task)[1], None
 
 
-def _named(given: Namespace) -> tuple[str, StreamConfig]:
-    """A stream by the name of a data set or preset, or by the path of a YAML file or run, with the options given."""
+def _named(word: str) -> tuple[str, StreamConfig]:
+    """A stream by the name of a data set or preset, or by the path of a YAML file or run."""
     from mambacl.config import preset_names, resolve
     from mambacl.data import DATASETS, StreamConfig
     from mambacl.training.folder import RunFolder
 
-    word = given.stream
     if word in DATASETS.names():
-        return word, _changed(StreamConfig(dataset=word), given)
+        return word, StreamConfig(dataset=word)
     path = expanded(word)
     if (path / "config.yaml").is_file():
         config = RunFolder(path).config()
@@ -162,20 +166,27 @@ def _named(given: Namespace) -> tuple[str, StreamConfig]:
         known = [*DATASETS.names(), *preset_names()]
         raise UserError(f"'{word}' is neither a data set, a preset nor a file.{did_you_mean(word, known)} "
                         f"Known: {', '.join(known)}.")  # fmt: skip
-    return config.name, _changed(config.stream, given)
+    return config.name, config.stream
 
 
-def _changed(config: StreamConfig | None, given: Namespace) -> StreamConfig:
+def _changed(
+    config: StreamConfig | None,
+    root: str | None,
+    tasks: str | None,
+    first_task: int | None,
+    order: str | None,
+    order_seed: int | None,
+    scenario: Scenario | None,
+) -> StreamConfig:
     from mambacl.data import StreamConfig
 
-    changes: dict[str, Any] = {"root": given.root, "order": given.order, "order_seed": given.order_seed,
-                               "first_task": given.first_task, "scenario": given.scenario}  # fmt: skip
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if given.tasks == "own":
+    given = {"root": root, "order": order, "order_seed": order_seed, "first_task": first_task, "scenario": scenario}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if tasks == "own":
         changes["own_tasks"] = True
-    elif given.tasks is not None:
-        sizes = given.tasks.strip("[]").split(",")
+    elif tasks is not None:
+        sizes = tasks.strip("[]").split(",")
         if not all(size.strip().isdecimal() for size in sizes):
-            raise UserError(f"--tasks takes a number, sizes such as 50,10,10, or own, got '{given.tasks}'.")
+            raise UserError(f"--tasks takes a number, sizes such as 50,10,10, or own, got '{tasks}'.")
         changes["tasks"] = int(sizes[0]) if len(sizes) == 1 else [int(size) for size in sizes]
     return dataclasses.replace(config or StreamConfig(), **changes)

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from mambacl.cli.parsing import Parser
+from mambacl.config import Device, RunConfig, preset_names, resolve
 from mambacl.errors import UserError
+from mambacl.nullspace.settings import SETTINGS
+from mambacl.options import Must, at_least
 from mambacl.registry import did_you_mean
 
 
-def plan(arguments: Sequence[str]) -> int:
-    """what protecting a model will cost: `mambacl plan defocus_mamba_large_22k --image-size 192`, or of a preset"""
-    from mambacl.config import RunConfig, preset_names, resolve
-    from mambacl.nullspace.settings import SETTINGS
+def plan(
+    backbone: Annotated[str, "a model (`mambacl models` lists them) or a preset"],
+    *,
+    image_size: Annotated[int | None, "pixels; the preset's or the model's own if left out", at_least(1)] = None,
+    setting: Annotated[str | None, f"{', '.join(SETTINGS)}; the preset's, or paper, if left out"] = None,
+    tasks: Annotated[int | None, "consolidations, for --keep-tasks and the total time", at_least(1)] = None,
+    protected: Annotated[
+        float, "share of directions assumed to be protected", Must("lie between 0 and 1", lambda share: 0 <= share <= 1)
+    ] = 0.1,
+    storage: Annotated[str | None, "precision of the projectors: float32, bfloat16, ..."] = None,
+    covariances: Annotated[str | None, "where they are kept: device, cpu, disk"] = None,
+    layers: Annotated[Literal["ssm", "all"] | None, "the selective SSMs, or every layer"] = None,
+    keep_tasks: Annotated[bool, "keep each task's covariances apart"] = False,
+    blocks: Annotated[int | None, "only the first N blocks", at_least(1)] = None,
+    device: Annotated[Device, "where it will run: cpu, cuda"] = "auto",
+    no_calibration: Annotated[bool, "leave the time out"] = False,
+) -> int:
+    """predict what protecting a model costs: `mambacl plan defocus_mamba_large_22k --image-size 192`, or of a preset
 
-    words = "Predicts the bytes, the FLOPs of a projected step and the time of a decomposition, before any training."
-    parser = Parser(prog="mambacl plan", description=words)
-    parser.add_argument("backbone", help="a model's name (`mambacl models` lists them), or a preset's")
-    parser.add_argument("--image-size", type=int, default=None, help="pixels; the preset's or the model's own")
-    parser.add_argument("--setting", default=None, help=f"one of {', '.join(SETTINGS)}; the preset's, or paper")
-    parser.add_argument("--tasks", type=int, default=None, help="consolidations, for --keep-tasks and the total time")
-    parser.add_argument("--protected", type=float, default=0.1, help="share of directions assumed to be protected")
-    parser.add_argument("--storage", default=None, help="precision of the projectors: float32, bfloat16, ...")
-    parser.add_argument("--covariances", default=None, help="where they are kept: device, cpu, disk")
-    parser.add_argument("--layers", default=None, help="ssm, or all")
-    parser.add_argument("--keep-tasks", action="store_true", default=None, help="each task's covariances apart")
-    parser.add_argument("--blocks", type=int, default=None, help="the first so many blocks only")
-    parser.add_argument("--device", default="auto", help="where it will run: cpu, cuda")
-    parser.add_argument("--no-calibration", action="store_true", help="leave the time out")
-    given = parser.parse_args(arguments)
-    for name in ("tasks", "image_size"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}.")
-
+    Predicts the bytes, the FLOPs of a projected step and the time of a decomposition, before any training."""
     import torch
 
     from mambacl.backbones import create_model
@@ -44,41 +41,38 @@ def plan(arguments: Sequence[str]) -> int:
     from mambacl.reports.plans import plan_text
     from mambacl.training.build import pick_device
 
-    known = given.backbone in preset_names()
-    config = resolve(given.backbone, {}) if known else RunConfig(backbone=given.backbone)
+    known = backbone in preset_names()
+    config = resolve(backbone, {}) if known else RunConfig(backbone=backbone)
     with torch.device("meta"):
         model: Any = create_model(config.backbone, num_classes=0, **config.backbone_options)
-        size = given.image_size or config.stream.transforms.image_size or model.default_cfg["input_size"][-1]
+        size = image_size or config.stream.transforms.image_size or model.default_cfg["input_size"][-1]
         images = torch.empty(1, 3, size, size)
-    keys = ("storage", "covariances", "layers", "keep_tasks", "blocks")
-    changes = {key: value for key in keys if (value := getattr(given, key)) is not None}
-    if given.setting and known:  # what the preset protects, in the other setting
+    given = {"storage": storage, "covariances": covariances, "layers": layers, "blocks": blocks}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if keep_tasks:
+        changes["keep_tasks"] = True
+    if setting and known:  # what the preset protects, in the other setting
         own_rules = config.nullspace
         changes = {"eta": own_rules.eta, "layers": own_rules.layers, "blocks": own_rules.blocks, **changes}
-    space = NullSpace(model, given.setting or config.nullspace, **changes)
+    space = NullSpace(model, setting or config.nullspace, **changes)
     own = config.stream.tasks if isinstance(config.stream.tasks, int) else len(config.stream.tasks)
-    tasks, device = given.tasks or (own if known else 10), pick_device(given.device)
-    calibrate_on = None if given.no_calibration else device
-    made = make_plan(space, images, given.protected, tasks, calibrate_on, kernels=serves(device))
-    print(plan_text(made, config.backbone, size, given.protected, tasks, space.setting.storage, str(device)))
+    count, where = tasks or (own if known else 10), pick_device(device)
+    made = make_plan(space, images, protected, count, None if no_calibration else where, kernels=serves(where))
+    print(plan_text(made, config.backbone, size, protected, count, space.setting.storage, str(where)))
     return 0
 
 
-def models(arguments: Sequence[str]) -> int:
+def models(name: Annotated[str, "only models whose name contains this"] = "") -> int:
     """list the backbones: size, FLOPs, public weights, licence, accuracy"""
-    parser = Parser(prog="mambacl models", description="Lists the backbones.")
-    parser.add_argument("name", nargs="?", default="", help="only models whose name contains this")
-    given = parser.parse_args(arguments)
-
     import torch
 
     from mambacl.backbones import create_model
     from mambacl.backbones.flops import count_flops
     from mambacl.backbones.registry import MODELS
 
-    names = [name for name in sorted(MODELS.names()) if given.name in name]
+    names = [other for other in sorted(MODELS.names()) if name in other]
     if not names:
-        raise UserError(f"No model's name contains '{given.name}'.{did_you_mean(given.name, MODELS.names())}")
+        raise UserError(f"No model's name contains '{name}'.{did_you_mean(name, MODELS.names())}")
     print(
         f"{'name':26} {'parameters':>11} {'px':>4} {'GFLOP':>7}  {'top-1':>5}  licence and file of the public weights"
     )
@@ -104,29 +98,28 @@ def models(arguments: Sequence[str]) -> int:
     return 0
 
 
-def methods(arguments: Sequence[str]) -> int:
+def methods() -> int:
     """list the continual-learning methods"""
     from mambacl.methods import METHODS
 
-    Parser(prog="mambacl methods", description="Lists the methods.").parse_args(arguments)
     for name in METHODS.names():
         print(f"{name:14} {METHODS.get(name).summary}")
     return 0
 
 
-def convert(arguments: Sequence[str]) -> int:
-    """a public checkpoint as safetensors: `mambacl convert FILE OUT.safetensors`"""
-    parser = Parser(prog="mambacl convert", description="Writes the weights of a checkpoint as safetensors; nothing "
-                    "from the file is run.")  # fmt: skip
-    parser.add_argument("file", type=Path, help="a .pth, .pt, .bin or .safetensors file")
-    parser.add_argument("out", type=Path, help="the file to write, ending in .safetensors")
-    parser.add_argument("--key", default=None, help="entry that holds the weights, such as model_ema")
-    given = parser.parse_args(arguments)
+def convert(
+    file: Annotated[Path, "a .pth, .pt, .bin or .safetensors file"],
+    out: Annotated[Path, "the file to write, ending in .safetensors"],
+    *,
+    key: Annotated[str | None, "entry that holds the weights, such as model_ema"] = None,
+) -> int:
+    """write a public checkpoint as safetensors: `mambacl convert FILE OUT.safetensors`
 
+    Nothing from the file is run."""
     from mambacl.backbones import convert as convert_file
 
-    account = convert_file(given.file, given.out, given.key)
-    print(f"Tensors written to {given.out}: {len(account.loaded)}.")
+    account = convert_file(file, out, key)
+    print(f"Tensors written to {out}: {len(account.loaded)}.")
     if account.inert:
         print(f"Foreign classes made inert: {', '.join(account.inert)}.")
     return 0

@@ -2,65 +2,52 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mambacl.cli.parsing import Parser, check_options, with_underscores
 from mambacl.cli.status import status
+from mambacl.config import Device, preset_names, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.options import at_least, merge
+from mambacl.scenarios import Scenario
 
 if TYPE_CHECKING:
     from mambacl.training.api import Run
 
 REPORTS_AFTER = 10.0  # seconds
+RunPath = Annotated[Path, "a run folder"]
+AnotherDevice = Annotated[Device | None, "another device than the run's own: cpu, cuda, cuda:N"]
 
 
-def train(arguments: Sequence[str]) -> int:
+def train(
+    preset: Annotated[str | None, "a preset, or a YAML file with options"] = None,
+    *,
+    compare: Annotated[str, "further methods, with commas, to train on the same stream"] = "",
+    overwrite: Annotated[bool, "train again where the run folder holds a run already"] = False,
+    skip_bad: Annotated[bool, "leave out images that cannot be read, and say which"] = False,
+    **overrides: Any,
+) -> int:
     """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
-    from jsonargparse import ArgumentError
-
-    from mambacl.config import build_parser, preset_names, readable, resolve
     from mambacl.methods.registry import METHODS
 
-    parser = build_parser()
-    parser.usage = (
-        "mambacl train [PRESET or FILE] [--compare METHOD[,METHOD]] [--overwrite] [--skip-bad] [--key value ...]"
-    )
-    parser.add_argument("preset", nargs="?", help=f"a preset ({', '.join(preset_names())}) or the path of a YAML file")
-    parser.add_argument("--compare", default=None, help="further methods, with commas, to train on the same stream")
-    parser.add_argument("--overwrite", action="store_true", help="train anew where the run folder holds a run already")
-    words = "leave out images that cannot be read, and say which: --stream.skip_bad true"
-    parser.add_argument("--skip-bad", action="store_true", help=words)
-    if "-h" in arguments or "--help" in arguments:
-        print(re.sub(r"\n  --\S+ CONFIG\s+Path to a configuration file\.", "", parser.format_help()))
-        return 0
-    arguments = with_underscores(arguments, parser)
-    check_options(arguments, parser)
-    try:
-        given = parser.parse_args(list(arguments), defaults=False).as_dict()
-    except ArgumentError as error:
-        raise readable(error) from None
-    preset, compare, overwrite = given.pop("preset", None), given.pop("compare", None), given.pop("overwrite", False)
-    if given.pop("skip_bad", False):
-        given["stream"] = {**given.get("stream", {}), "skip_bad": True}
-    if preset is None and not given:
+    if skip_bad:
+        overrides = merge(overrides, {"stream": {"skip_bad": True}})
+    if preset is None and not overrides:
         raise UserError(f"Say what to train: a preset ({', '.join(preset_names())}), a YAML file, or options.")
-    first = resolve(preset, given)
-    methods = [first.method, *(name.strip() for name in (compare or "").split(",") if name.strip())]
+    first = resolve(preset, overrides)
+    methods = [first.method, *(name.strip() for name in compare.split(",") if name.strip())]
     methods = list(dict.fromkeys(methods))
-    if len(methods) > 1 and first.out:
-        given["out"] = None  # --out is the folder of all of them then
     configs = []
     for method in methods:
+        # --out is the folder of all of them when there are several
         out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
-        configs.append(resolve(preset, {**given, "method": method, "out": out}))
+        configs.append(resolve(preset, {**overrides, "method": method, "out": out}))
         METHODS.check(method)  # a mistake in the last is found before the first is trained
     run_training = _loaded([f"{c.name} with {c.method} on {c.backbone}, to {c.folder}" for c in configs])
     try:
@@ -105,35 +92,28 @@ def _show(runs: list[Run], config: Any) -> int:
     return 0
 
 
-def resume(arguments: Sequence[str]) -> int:
-    """continue a run after an interruption: `mambacl resume RUN`"""
-    parser = Parser(prog="mambacl resume", description="Continues a run where its last checkpoint stands.")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
-    given = parser.parse_args(arguments)
-    _check_folder(given.run)
+def resume(run: RunPath, *, device: AnotherDevice = None) -> int:
+    """continue a run after an interruption, from its last checkpoint: `mambacl resume RUN`"""
+    _check_folder(run)
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
-    return _show([resume_run(given.run, given.device)], None)
+    return _show([resume_run(run, device)], None)
 
 
-def evaluate(arguments: Sequence[str]) -> int:
-    """evaluate a run's last checkpoint again: `mambacl evaluate RUN`"""
-    parser = Parser(prog="mambacl evaluate", description="Evaluates a run's last checkpoint over all tasks learned.")
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--batch-size", type=int, default=None, help="images in a batch; changes only the speed")
-    parser.add_argument("--device", default=None, help="another device than the run's own: cpu, cuda, cuda:N")
-    words = "another than the run's own: task, where the task of each image is known; class or domain, where it is not"
-    parser.add_argument("--scenario", default=None, help=words)
-    given = parser.parse_args(arguments)
-    if given.batch_size is not None and given.batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, got {given.batch_size}.")
-    _check_folder(given.run)
+def evaluate(
+    run: RunPath,
+    *,
+    batch_size: Annotated[int | None, "images in a batch; changes only the speed", at_least(1)] = None,
+    device: AnotherDevice = None,
+    scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
+) -> int:
+    """evaluate a run's last checkpoint again, over all tasks learned: `mambacl evaluate RUN`"""
+    _check_folder(run)
     with status("loading PyTorch"):
         from mambacl.training.api import evaluate as evaluate_run
 
-    again = evaluate_run(given.run, given.batch_size, given.device, given.scenario)
+    again = evaluate_run(run, batch_size, device, scenario)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} right  {right / total[task]:6.1%}")

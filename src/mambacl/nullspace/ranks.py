@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mambacl.errors import UserError
-from mambacl.registry import did_you_mean
+from mambacl.nullspace.settings import parse_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,21 +77,10 @@ def _flat(spectrum: Tensor | Spectrum) -> bool:
 
 def parse_rule(rule: str) -> Callable[[Spectrum], int]:
     """The function behind a rule's name; a wrong name or share is a `UserError`."""
-    name, _, share = rule.partition(":")
-    if name in SHARES and not share:
-        raise UserError(f"The rank rule '{name}' needs a share between 0 and 1, as in {name}:0.99.")
-    if name not in RULES or (share and name not in SHARES):
-        known = "corner, smoothed-corner, energy:SHARE, fraction:SHARE, tolerance:SHARE"
-        raise UserError(f"There is no rank rule '{rule}'.{did_you_mean(name, RULES)} Known: {known}.")
-    if not share:
+    name, share = parse_rank(rule)
+    if share is None:
         return RULES[name]
-    try:
-        value = float(share)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise UserError(f"The rank rule '{rule}' needs a share between 0 and 1, as in {name}:0.99.")
-    return lambda spectrum: RULES[name](spectrum, value)
+    return lambda spectrum: RULES[name](spectrum, share)
 
 
 def corner(spectrum: Spectrum) -> int:
@@ -140,7 +129,6 @@ RULES: dict[str, Callable[..., int]] = {
     "fraction": fraction,
     "tolerance": tolerance,
 }
-SHARES = ("energy", "fraction", "tolerance")
 
 
 def second_difference(values: Spectrum) -> Spectrum:

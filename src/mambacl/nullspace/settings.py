@@ -8,14 +8,13 @@ of delta; and, where every layer is trained, `linear` and `conv`.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from mambacl.errors import UserError
-from mambacl.nullspace.ranks import parse_rule
-from mambacl.registry import did_you_mean
+from mambacl.options import Must, OptionError, Options, build, merge, options_of
+from mambacl.registry import did_you_mean, unknown
 
 PAPER_KINDS = ("W_delta", "W_B", "W_C", "A", "out")
-KINDS = (*PAPER_KINDS, "W_dt", "linear", "conv")
 
 Feature = Literal["x", "delta", "delta-elementwise", "delta-x", "delta-x-per-image", "dt", "out", "in"]
 FEATURES: dict[str, str] = {
@@ -33,9 +32,30 @@ MEANT_FOR = {"A": ("delta", "delta-elementwise"), "W_dt": ("dt",), "linear": ("i
 FOR_X = ("x", "delta", "delta-x", "delta-x-per-image", "out")
 
 
+RANK_RULES = ("corner", "smoothed-corner", "energy", "fraction", "tolerance")
+WITH_SHARE = ("energy", "fraction", "tolerance")
+
+
+def parse_rank(rule: str) -> tuple[str, float | None]:
+    """The name and the share of a rank rule, such as "corner" or "energy:0.99". `nullspace.ranks` has the formulas."""
+    name, _, share = rule.partition(":")
+    if name not in RANK_RULES or (share and name not in WITH_SHARE):
+        known = ", ".join(f"{word}:SHARE" if word in WITH_SHARE else word for word in RANK_RULES)
+        raise UserError(f"There is no rank rule '{rule}'.{did_you_mean(name, RANK_RULES)} Known: {known}.")
+    if name not in WITH_SHARE:
+        return name, None
+    try:
+        value = float(share)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise UserError(f"The rank rule '{rule}' needs a share between 0 and 1, as in {name}:0.99.")
+    return name, value
+
+
 @dataclass(frozen=True)
-class Rule:
-    """What happens to one kind of parameter."""
+class Rule(Options):
+    """How one kind of parameter trains."""
 
     trains: bool = True
     """whether it is fine-tuned at all"""
@@ -45,8 +65,12 @@ class Rule:
     """the feature whose null space the update is projected onto"""
 
 
+def _are_blocks(blocks: int | list[int]) -> bool:
+    return blocks > 0 if isinstance(blocks, int) else bool(blocks) and min(blocks) >= 0
+
+
 @dataclass(frozen=True)
-class Setting:
+class Setting(Options):
     """How the null space is built and applied. The defaults are the paper's formulas."""
 
     W_delta: Rule = Rule(feature="x")
@@ -80,13 +104,17 @@ class Setting:
     """block: the rule sees each spectrum by itself; all: a feature's in all blocks at once, each over its trace"""
     scaling: Literal["none", "frobenius"] = "none"
     """none: H = U U^T; frobenius: that divided by its Frobenius norm"""
-    eta: float = 0.95
+    eta: Annotated[
+        float, Must("lie between 0 (no protection) and 1 (strict projection)", lambda eta: 0 <= eta <= 1)
+    ] = 0.95
     """strictness: the update is multiplied by eta H + (1 - eta) I"""
-    relax: float = 0.0
+    relax: Annotated[float, Must("lie between 0 (A is fixed) and 1", lambda share: 0 <= share < 1)] = 0.0
     """with A by delta-elementwise: the share of a channel's output by which moving A may change the scan on old inputs,
     at most; 0 fixes A"""
-    blocks: int | list[int] | None = None
-    """blocks to fine-tune: the number of first ones, or a list of their indices; all if empty"""
+    blocks: Annotated[
+        int | list[int] | None, Must("be a positive number of blocks or a list of their indices", _are_blocks)
+    ] = None
+    """blocks to fine-tune: the first so many, or those listed; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
     """precision in which the rank rule sees the spectrum"""
     products: Literal["float64", "float32"] = "float64"
@@ -98,37 +126,15 @@ class Setting:
     keep_tasks: bool = False
     """keep each task's covariances apart, so that a task can be taken back: NullSpace.forget"""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.rank, str):
-            raise UserError(f"rank is the name of a rule, such as corner or energy:0.9, got {self.rank!r}.")
-        parse_rule(self.rank)
-        for kind in KINDS:
-            if not isinstance(getattr(self, kind), Rule):
-                raise UserError(
-                    f"{kind} is a Rule, or a mapping such as {{'trains': False}}, got {getattr(self, kind)!r}."
-                )
-        for name, kind in get_type_hints(Setting).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                raise UserError(f"{name} is one of {', '.join(get_args(kind))}, got '{getattr(self, name)}'.")
-        if not isinstance(self.eta, (int, float)) or not 0.0 <= self.eta <= 1.0:
-            raise UserError(f"eta must lie between 0 (no protection) and 1 (strict projection), got {self.eta}.")
-        if not isinstance(self.relax, (int, float)) or not 0.0 <= self.relax < 1.0:
-            raise UserError(f"relax must lie between 0 (A is fixed) and 1, got {self.relax}.")
+    def check(self) -> None:
+        parse_rank(self.rank)
         if self.relax > 0 and self.A.feature != "delta-elementwise":
-            raise UserError("relax goes with A protected by delta-elementwise, as in the setting 'exact'.")
-        for kind in KINDS:
+            raise OptionError("{group}relax goes with A protected by delta-elementwise, as in the setting 'exact'.")
+        for kind in (name for name, option in options_of(Setting).items() if option.kind is Rule):
             known = MEANT_FOR.get(kind, FOR_X)
             if getattr(self, kind).feature not in known:
-                raise UserError(f"{kind} has no feature '{getattr(self, kind).feature}'; known: {', '.join(known)}.")
-        indices = [self.blocks - 1] if isinstance(self.blocks, int) else self.blocks
-        if indices is not None and (
-            not isinstance(indices, (list, tuple))
-            or not indices
-            or not all(isinstance(b, int) and b >= 0 for b in indices)
-        ):
-            raise UserError(
-                f"blocks must be a positive number of blocks or a list of their indices, got {self.blocks}."
-            )
+                wrong = getattr(self, kind).feature
+                raise OptionError(f"{{group}}{kind} has no feature '{wrong}'; known: {', '.join(known)}.")
 
     def rule(self, kind: str) -> Rule:
         """What happens to a kind, `layers` considered."""
@@ -153,19 +159,10 @@ class Setting:
 
     def override(self, **changes: Any) -> "Setting":
         """A copy with some fields changed; a rule may be given as a mapping of its own changes."""
-        known = [f.name for f in dataclasses.fields(self)]
-        changes = given_rules(changes)
-        for name, value in changes.items():
-            if name not in known:
-                raise UserError(f"A setting has no '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-            if name in KINDS and isinstance(value, Mapping):
-                fields = [f.name for f in dataclasses.fields(Rule)]
-                for key in value:
-                    if key not in fields:
-                        hint = did_you_mean(key, fields)
-                        raise UserError(f"A rule has no '{key}'.{hint} Known: {', '.join(fields)}.")
-                changes[name] = dataclasses.replace(getattr(self, name), **value)
-        return dataclasses.replace(self, **changes)
+        return build(Setting, merge(dataclasses.asdict(self), given_rules(changes)))
+
+
+KINDS = tuple(name for name, option in options_of(Setting).items() if option.kind is Rule)
 
 
 def given_rules(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +200,7 @@ SETTINGS: dict[str, Setting] = {
 
 def setting_named(name: str) -> Setting:
     if name not in SETTINGS:
-        raise UserError(f"There is no setting '{name}'.{did_you_mean(name, SETTINGS)} Known: {', '.join(SETTINGS)}.")
+        raise unknown("setting", name, SETTINGS)
     return SETTINGS[name]
 
 
@@ -211,9 +208,7 @@ def ablation(*projected: str) -> dict[str, Rule]:
     """Overrides for a row of the paper's ablation: only these kinds are projected, all train."""
     for kind in projected:
         if kind not in PAPER_KINDS:
-            raise UserError(
-                f"There is no kind '{kind}'.{did_you_mean(kind, PAPER_KINDS)} Known: {', '.join(PAPER_KINDS)}."
-            )
+            raise unknown("kind", kind, PAPER_KINDS)
     return {
         kind: dataclasses.replace(SETTINGS["paper"].rule(kind), projected=kind in projected) for kind in PAPER_KINDS
     }

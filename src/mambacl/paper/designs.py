@@ -15,7 +15,6 @@ from mambacl.registry import did_you_mean
 
 Options = Mapping[str, Any]
 
-SCALES = ("paper", "nano")
 LARGE, NANO = "defocus_mamba_large_22k", "defocus_mamba_nano"
 FIRST_ORDER = 2024  # the paper's class orders have the seeds 2024, 2025, 2026
 ETAS = (1.0, 0.95, 0.90, 0.85)
@@ -106,8 +105,6 @@ def planned(name: str, scale: str = "paper", dataset: str = FASHION, seeds: int 
     """The runs of a table or figure, those of one benchmark together. `dataset` is that of the scale nano."""
     if name not in DESIGNS:
         raise UserError(f"The paper has no '{name}' here.{did_you_mean(name, DESIGNS)} Known: {', '.join(DESIGNS)}.")
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, got {seeds}.")
     return DESIGNS[name](Where(scale, dataset, seeds))
 
 

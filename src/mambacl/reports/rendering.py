@@ -5,7 +5,8 @@ import io
 import re
 import textwrap
 
-from mambacl.reports.tables import MISSING, Cell, Table, Value
+from mambacl.reports.groups import Value
+from mambacl.reports.tables import MISSING, Cell, Table
 
 LATEX = {
     "\\": r"\textbackslash{}",

@@ -14,7 +14,7 @@ from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
 from mambacl.training.build import Parts, build, check_stream, pick_device
 from mambacl.training.execution import arithmetic, carry_out
-from mambacl.training.folder import RunFolder
+from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences
 from mambacl.training.loop import Loop
 from mambacl.training.seconds import Watch
@@ -112,7 +112,7 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         return Run(folder.path, results)
     with folder.locked():
         folder.clear_covariances()
-        started = (folder.checkpoints / checkpoints.BACKBONE).exists()
+        started = (folder.checkpoints / BACKBONE).exists()
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
             check_stream(folder, parts)

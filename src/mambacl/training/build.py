@@ -1,6 +1,5 @@
 """From a configuration to what a run works with: device, model, stream and method."""
 
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,14 +14,14 @@ from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import classifier_names, weights_file
 from mambacl.backbones.registry import MODELS, load_pretrained
 from mambacl.classifiers import CLASSIFIERS
-from mambacl.config import RunConfig
+from mambacl.config import RunConfig, check_device
 from mambacl.data import Stream, open_stream
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import checkpoints
 from mambacl.training.display import make_display
-from mambacl.training.folder import RunFolder
+from mambacl.training.folder import TASK_END, RunFolder
 from mambacl.training.loop import Loop
 from mambacl.training.seconds import Watch
 
@@ -147,7 +146,7 @@ def _method(
 ) -> Method:
     known = None
     if config.known_classes:  # after the first task it is in the checkpoints
-        learned = folder is not None and (folder.checkpoints / checkpoints.TASK_END).exists()
+        learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
     setup = Setup(
@@ -202,8 +201,7 @@ def check_stream(folder: RunFolder, parts: Parts) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got '{name}'.")
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

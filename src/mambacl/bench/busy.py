@@ -1,0 +1,157 @@
+"""`mambacl bench busy`: a training step on the CPU, alone and beside a program that wants all cores.
+
+OpenMP's threads wait for each other by spinning, which keeps a core from the thread that is waited for when other
+programs want it too. OpenMP reads its settings once, when it starts, so each way of waiting has a process, which is
+told when to measure:
+
+- `spinning`: OpenMP's default
+- a number: GOMP_SPINCOUNT; the command line sets 2000
+- `passive`: OMP_WAIT_POLICY=passive, which the command line sets if the machine is busy when it starts
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from mambacl.bench.options import check_at_least_one, check_writable
+from mambacl.bench.result import Result, Row, publish
+
+SPINNING = "spinning"
+WAYS: dict[str, dict[str, str]] = {
+    SPINNING: {},
+    **{spins: {"GOMP_SPINCOUNT": spins} for spins in ("2000", "500", "200")},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+OTHER = "import torch; a = torch.randn(1500, 1500)\nwhile True: a @ a"
+START_SECONDS = 3  # until the other programs are at work
+NOTES = (
+    "A step of the nano model with {images} images: the median over rounds (here {rounds}), in which every way takes "
+    "its turn for at least {seconds:g} s. beside: with other programs at work (here {others}), each with a thread per "
+    "core.",
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    rounds: int
+    seconds: float
+    """of steps in each turn; at least one step"""
+    images: int = 32
+    ways: tuple[str, ...] = tuple(WAYS)
+
+
+SHORT = Effort(1, 1.0, images=16, ways=(SPINNING, "2000", "passive"))
+LONG = Effort(3, 5.0)
+
+
+def busy(long: bool = False, others: int = 1, json_file: Path | None = None) -> dict[str, Any]:
+    """Shows a table, and returns what the JSON file holds."""
+    check_at_least_one(others=others)
+    check_writable(json_file)
+    result = measure(LONG if long else SHORT, others)
+    return publish(result, torch.device("cpu"), {"long": long, "others": others}, json_file)
+
+
+def measure(effort: Effort, others: int = 1) -> Result:
+    with ExitStack() as stack:
+        workers = {way: stack.enter_context(Worker(WAYS[way], effort.images)) for way in effort.ways}
+        for worker in workers.values():
+            worker.step_seconds(0)  # after its start, which takes longer
+        alone = _turns(workers, effort)
+        for _ in range(others):
+            stack.enter_context(Program([sys.executable, "-c", OTHER], {}))
+        time.sleep(START_SECONDS)
+        beside = _turns(workers, effort)
+    words = {"images": effort.images, "rounds": effort.rounds, "seconds": effort.seconds, "others": others}
+    return Result("A training step on a busy CPU", rows(alone, beside), [note.format(**words) for note in NOTES])
+
+
+def rows(alone: Mapping[str, float], beside: Mapping[str, float]) -> list[Row]:
+    return [
+        {
+            "threads_wait": way,
+            "alone_ms": 1e3 * alone[way],
+            "beside_ms": 1e3 * beside[way],
+            "spinning_/_this_beside": beside[SPINNING] / beside[way],
+        }
+        for way in alone
+    ]
+
+
+def _turns(workers: Mapping[str, "Worker"], effort: Effort) -> dict[str, float]:
+    """Seconds per step. Every worker takes a turn in every round, so a busy moment of the machine hits all of them."""
+    times: dict[str, list[float]] = {way: [] for way in workers}
+    for _ in range(effort.rounds):
+        for way, worker in workers.items():
+            times[way].append(worker.step_seconds(effort.seconds))
+    return {way: statistics.median(each) for way, each in times.items()}
+
+
+class Program:
+    """A process that ends with the block of code."""
+
+    def __init__(self, command: list[str], variables: Mapping[str, str]) -> None:
+        kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        self.process = subprocess.Popen(
+            command, env={**kept, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Worker(Program):
+    """Takes training steps when it is asked to, and sleeps in between."""
+
+    def __init__(self, variables: Mapping[str, str], images: int) -> None:
+        super().__init__([sys.executable, "-m", "mambacl.bench.busy", str(images)], variables)
+
+    def step_seconds(self, seconds: float) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{seconds}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"The measuring process ended with code {self.process.wait()}.")
+        return float(answer)
+
+
+def answer_requests(images: int) -> None:
+    """The worker's side: a line with seconds comes in, the seconds per step go out."""
+    from mambacl.backbones import create_model
+
+    torch.manual_seed(0)
+    model = create_model("defocus_mamba_nano", num_classes=10)
+    optimizer = torch.optim.Adam(model.parameters())
+    batch, labels = torch.randn(images, 3, 32, 32), torch.arange(images) % 10
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(batch), labels).backward()
+        optimizer.step()
+
+    for line in sys.stdin:
+        started, steps = time.perf_counter(), 0
+        while steps == 0 or time.perf_counter() - started < float(line):
+            step()
+            steps += 1
+        print((time.perf_counter() - started) / steps, flush=True)
+
+
+if __name__ == "__main__":
+    answer_requests(int(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""Part `run`: a whole run of Mamba-CL, from the files to the last evaluation. `mambacl bench precision`: whether a
+precision loses accuracy beyond the spread of seeds."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mambacl.bench.options import check_at_least_one, check_writable
+from mambacl.bench.result import Result, Row, publish
+from mambacl.bench.sizes import Sizes
+from mambacl.bench.timing import Clock
+from mambacl.config import RunConfig, resolve
+from mambacl.training.api import Run, train
+from mambacl.training.build import pick_device
+from mambacl.training.folder import RunFolder
+from mambacl.training.loop import PHASES
+
+PACKAGED, CIFAR = "demo", "cifar100-10-nano"
+NOTES = (
+    "{preset} in {precision}: {tasks} tasks, {images} training images, passes: {passes}. rest: model, data, "
+    "checkpoints, results. images per second: while training.",
+)
+GPU_NOTE = "A short run went before it, in which kernels were compiled."
+SHORT: dict[str, Any] = {"stream": {"tasks": 2, "train_per_class": 50}, "training": {"passes": 1}}
+PRECISIONS = ("float32", "tf32", "bf16")
+PRECISION_NOTES = (
+    "One run per precision and seed; finished runs in the folder are not trained again, an interrupted one is "
+    "continued. train s: with or without compiling kernels, as the run found them.",
+)
+
+
+def configuration(
+    sizes: Sizes, root: Path | None, device: str, folder: Path, changes: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """CIFAR-100 where its files are given, else the images in the package."""
+    overrides: dict[str, Any] = {**sizes.run, "device": device, "out": str(folder)}
+    for group, values in (changes or {}).items():
+        overrides[group] = {**overrides.get(group, {}), **values}
+    if root is None:
+        return resolve(PACKAGED, overrides)
+    return resolve(CIFAR, {**overrides, "stream": {**overrides.get("stream", {}), "root": str(root)}})
+
+
+def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        if clock.device.type == "cuda":
+            train(configuration(sizes, root, str(clock.device), Path(folder) / "short", SHORT))
+        config = configuration(sizes, root, str(clock.device), Path(folder) / "run")
+        started = time.perf_counter()
+        run = train(config)
+        seconds = time.perf_counter() - started
+        trained = _images(run.folder)
+    phases = run.results["seconds"]
+    row: Row = {"preset": config.name, "seconds": seconds}
+    row |= {f"{phase}_s": phases[phase] for phase in PHASES}
+    row["rest_s"] = seconds - sum(phases[phase] for phase in PHASES)
+    row["images_per_second"] = run.results["images_per_second"]
+    row["final_accuracy_per_cent"] = 100 * run.metrics["final_accuracy_tasks"]
+    words = {
+        "preset": config.name,
+        "precision": config.precision,
+        "tasks": len(run.results["tasks"]),
+        "passes": config.training.passes,
+    }
+    notes = [note.format(**words, images=trained) for note in NOTES]
+    notes += [GPU_NOTE] if clock.device.type == "cuda" else []
+    return Result(f"A whole run on {clock.device.type}", [row], notes)
+
+
+def _images(folder: Path) -> int:
+    """Training images of all tasks."""
+    return sum(RunFolder(folder).stream()["train"])
+
+
+def precision(
+    preset: str = CIFAR,
+    root: Path | None = None,
+    out: Path = Path("runs/precision"),
+    seeds: int = 3,
+    device: str = "auto",
+    json_file: Path | None = None,
+) -> dict[str, Any]:
+    """Shows a table, and returns what the JSON file holds; `root`: the data set's files."""
+    where = pick_device(device)
+    check_at_least_one(seeds=seeds)
+    check_writable(json_file)
+    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
+    result = compare_precisions(preset, out, seeds, changes)
+    options = {"preset": preset, "root": root and str(root), "out": str(out), "seeds": seeds, "device": device}
+    return publish(result, where, options, json_file)
+
+
+def compare_precisions(
+    preset: str | Mapping[str, Any], out: Path, seeds: int, changes: Mapping[str, Any] | None = None
+) -> Result:
+    found: dict[str, list[Run]] = {name: [] for name in PRECISIONS}
+    for seed in range(seeds):
+        for name, runs in found.items():
+            runs.append(train(preset, seed=seed, precision=name, out=str(out / f"{name}-{seed}"), **(changes or {})))
+    result = Result("Accuracy by precision", notes=list(PRECISION_NOTES))
+    for name, runs in found.items():
+        figures = {
+            "accuracy, %": [100 * run.metrics["final_accuracy_images"] for run in runs],
+            "forgetting, %": [100 * run.metrics["forgetting"] for run in runs],
+            "train s": [run.results["seconds"]["train"] for run in runs],
+        }
+        for words, values in figures.items():
+            row: Row = {"precision": name, "figure": words}
+            row |= {f"seed_{seed}": value for seed, value in enumerate(values)}
+            row |= {"mean": statistics.mean(values), "deviation": statistics.stdev(values) if seeds > 1 else None}
+            result.rows.append(row)
+    return result

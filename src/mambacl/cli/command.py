@@ -1,0 +1,168 @@
+"""A command is a typed function, and this file reads its words from the command line.
+
+Its parameters are words to give in order, its keyword-only parameters are options, a bool is a flag, a list an option
+that may be repeated, a tuple one that takes several words. `**overrides` takes any option of a run, as a nested
+mapping. Types, constraints and help texts are the parameters' hints: see `mambacl.options`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mambacl.errors import UserError
+from mambacl.options import REQUIRED, Option, describe, is_group, is_mapping, nested, suggestion, walk
+
+
+@cache
+def run_options() -> Mapping[str, Option]:
+    """The options and groups of a run, by dotted name."""
+    from mambacl.config import RunConfig
+
+    return dict(walk(RunConfig))
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    function: Callable[..., int]
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[Any, Option]]:
+        """How each parameter is given, and what it takes."""
+        hints = get_type_hints(self.function, include_extras=True)
+        made = {}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            made[name] = (parameter.kind, Option.of(name.rstrip("_"), hints[name], parameter.default))
+        return made
+
+    def of_kind(self, *kinds: Any) -> list[Option]:
+        return [option for kind, option in self.parameters.values() if kind in kinds]
+
+    @property
+    def positionals(self) -> list[Option]:
+        return self.of_kind(inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    @property
+    def rest(self) -> Option | None:
+        """What takes any number of further words."""
+        return next(iter(self.of_kind(inspect.Parameter.VAR_POSITIONAL)), None)
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """Its own, as typed: --batch-size."""
+        return {_typed(option): option for option in self.of_kind(inspect.Parameter.KEYWORD_ONLY)}
+
+    @property
+    def takes_run_options(self) -> bool:
+        return bool(self.of_kind(inspect.Parameter.VAR_KEYWORD))
+
+    @property
+    def summary(self) -> str:
+        return (self.function.__doc__ or "").split("\n\n")[0]
+
+    @property
+    def see(self) -> str:
+        return f"See `mambacl {self.name} --help`."
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        if any(word in ("-h", "--help") for word in arguments):
+            from mambacl.cli.help import command_help
+
+            print(command_help(self, arguments))
+            return 0
+        words, given, overrides = self.read(arguments)
+        return self.function(*self._placed(words), **given, **overrides)
+
+    def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+        """The words without an option, the command's options by parameter, and those of the run as a nested mapping."""
+        words: list[str] = []
+        given: dict[str, Any] = {}
+        overrides: dict[str, Any] = {}
+        left = list(arguments)
+        names = {_typed(option): name for name, (_, option) in self.parameters.items()}
+        while left:
+            word = left.pop(0)
+            if not word.startswith("-") or word == "-":
+                words.append(word)
+                continue
+            typed, equals, value = word.partition("=")
+            own = self.options.get(typed.replace("_", "-"))
+            if own is None:
+                key = self._run_option(typed)
+                option = run_options().get(key) or Option(key, Any)
+                value = value if equals else self._next(typed, option, left)
+                overrides[key] = option.check(value, key, from_text=True)
+            elif own.kind is bool:
+                if equals:
+                    raise UserError(f"{typed} takes no value: leave '={value}' out. {self.see}")
+                given[names[_typed(own)]] = True
+            else:
+                name, value = names[_typed(own)], value if equals else self._next(typed, own, left)
+                given[name] = self._value(own, typed, value, given.get(name), left)
+        return words, given, nested(overrides)
+
+    def _next(self, typed: str, option: Option, left: list[str]) -> str:
+        if not left or left[0].startswith("--"):
+            takes = "" if option.kind is Any else f": {describe(option.kind)}"
+            raise UserError(f"The option {typed} needs a value{takes}. {self.see}")
+        return left.pop(0)
+
+    def _value(self, option: Option, typed: str, value: str, before: Any, left: list[str]) -> Any:
+        element = _element(option.kind)
+        if element is None:
+            return option.check(value, typed, from_text=True)
+        values = [value]
+        while get_origin(option.kind) is tuple and left and not left[0].startswith("-"):
+            values.append(left.pop(0))
+        one = Option(option.name, element, constraints=option.constraints)
+        made = [one.check(each, typed, from_text=True) for each in values]
+        return (*(before or ()), *made) if get_origin(option.kind) is tuple else [*(before or ()), *made]
+
+    def _run_option(self, typed: str) -> str:
+        """The dotted name of an option of the run. --audit-images is --audit_images: both are usual."""
+        known = dict(run_options()) if self.takes_run_options else {}
+        name = typed.lstrip("-")
+        key = name.replace("-", "_")
+        if typed.startswith("--") and key in known:
+            if is_group(known[key].kind):
+                raise UserError(f"The option '{typed}' is a group: set {typed}.NAME. See `mambacl train --help {key}`.")
+            return key
+        group = key
+        while typed.startswith("--") and "." in group:
+            group = group.rpartition(".")[0]
+            if group in known and is_mapping(known[group].kind):
+                return group + name[len(group) :]  # of any name
+        others = [option.removeprefix("--") for option in self.options] + list(known)
+        raise UserError(f"There is no option '{typed}'.{suggestion(name, others, '--')} {self.see}")
+
+    def _placed(self, words: list[str]) -> list[Any]:
+        """The words in the types of the parameters that take them."""
+        placed = []
+        for option in self.positionals:
+            if words:
+                placed.append(option.check(words.pop(0), option.name.upper(), from_text=True))
+            elif option.default is REQUIRED:
+                raise UserError(f"mambacl {self.name} needs {option.name.upper()}, {option.text}. {self.see}")
+            else:
+                placed.append(option.default)
+        if self.rest is not None:
+            return placed + [self.rest.check(word, self.rest.name.upper(), from_text=True) for word in words]
+        if words:
+            raise UserError(f"mambacl {self.name} does not take '{words[0]}'. {self.see}")
+        return placed
+
+
+def _typed(option: Option) -> str:
+    return "--" + option.name.replace("_", "-")
+
+
+def _element(kind: Any) -> Any:
+    """What a list or tuple holds."""
+    for member in (kind, *get_args(kind)):
+        if get_origin(member) in (list, tuple):
+            return get_args(member)[0]
+    return None

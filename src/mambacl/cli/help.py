@@ -1,0 +1,232 @@
+"""The help of a command, and of a group of a run's options: `mambacl train --help training`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from textwrap import TextWrapper
+from typing import Any, Literal, get_args, get_origin
+
+from mambacl.cli.command import Command, run_options
+from mambacl.options import REQUIRED, Option, build, describe, is_group, is_mapping, options_of, sentences_of
+from mambacl.registry import unknown
+
+COLUMN = 20
+PLACEHOLDERS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
+RUN, ALL = "run", "all"
+
+
+def width() -> int:
+    return max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
+
+
+def wrap(text: str, indent: str = "", further: str | None = None, taken: int = 0) -> list[str]:
+    """Lines of a paragraph; `taken` columns are left free."""
+    wide = TextWrapper(width() - taken, initial_indent=indent, subsequent_indent=further or indent)
+    wide.break_on_hyphens = False
+    return wide.wrap(" ".join(text.split()))
+
+
+def command_help(command: Command, arguments: Sequence[str]) -> str:
+    place = next(place for place, word in enumerate(arguments) if word in ("-h", "--help"))
+    topic = arguments[place + 1] if len(arguments) > place + 1 else ""
+    if command.takes_run_options and topic and not topic.startswith("-"):
+        return group_help(topic.replace("-", "_"), arguments)
+    named = [option.name.upper() for option in command.positionals]
+    words = [name if option.default is REQUIRED else f"[{name}]"
+             for name, option in zip(named, command.positionals, strict=True)]  # fmt: skip
+    words += [f"[{command.rest.name.upper()} ...]"] if command.rest else []
+    words += ["[--OPTION VALUE ...]"] if command.options or command.takes_run_options else []
+    summary, _, more = (command.function.__doc__ or "").partition("\n\n")
+    lines = [
+        f"usage: mambacl {command.name} {' '.join(words)}".rstrip(),
+        "",
+        *wrap(summary[0].upper() + summary[1:]),
+        "",
+    ]
+    lines += [*wrap(more), ""] if more else []
+    for option in [*command.positionals, *([command.rest] if command.rest else [])]:
+        lines += _row(option.name.upper(), option.text)
+    for typed, option in command.options.items():
+        shown = _default(option.default) if option.default or (option.default == 0 and option.kind is not bool) else ""
+        lines += _row(f"{typed} {_placeholder(option.kind)}".rstrip(), option.text + shown)
+    lines += _below(command)
+    if command.name == "train":
+        lines += [
+            "",
+            "Options of the run, by group; `mambacl train --help GROUP` lists one, `--help all` all:",
+            *_groups(),
+        ]
+    return "\n".join(lines).rstrip()
+
+
+def _below(command: Command) -> list[str]:
+    """The commands that begin with the name of this one, such as `bench against`."""
+    from mambacl.cli import COMMANDS
+
+    below = [other for name, other in COMMANDS.items() if name.startswith(f"{command.name} ")]
+    rows = [line for other in below for line in _row(other.name, other.summary)]
+    return ["", "Commands with other options:", *rows] if below else []
+
+
+def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
+    """The options of a group, each with its type, default and sentence. `arguments` may name the method or model whose
+    options are asked for."""
+    from mambacl.config import RunConfig
+
+    known = run_options()
+    if topic in _mappings():
+        return _foreign(topic, arguments)
+    if topic == ALL:
+        groups = [RUN, *(name for name, option in known.items() if is_group(option.kind))]
+        return "\n\n".join(
+            [*(group_help(group) for group in groups), _mapping("options"), _mapping("backbone_options")]
+        )
+    if topic == RUN:
+        return "\n".join([f"{RUN}: what belongs to no other group.", *_listed(RunConfig(), "")])
+    if topic in known and not is_group(known[topic].kind):
+        group, _, name = topic.rpartition(".")
+        owner = known[group].kind if group else RunConfig
+        return "\n".join(_option(topic, options_of(owner)[name], sentences_of(owner).get(name, "")))
+    if topic not in known:
+        raise unknown("group of options", topic, [*_group_names(), ALL])
+    kind = known[topic].kind
+    value: Any = RunConfig()
+    for part in topic.split("."):
+        value = getattr(value, part)
+    lines = [f"{topic}: {_summary(kind)}.", *_listed(value, f"{topic}.")]
+    inner = [name for name, option in options_of(kind).items() if is_group(option.kind)]
+    if inner:
+        lines += ["", *wrap(f"Groups inside it: {', '.join(f'{topic}.{name}' for name in inner)}.")]
+    return "\n".join(lines)
+
+
+def _foreign(topic: str, arguments: Sequence[str]) -> str:
+    """The options of methods or models, which PyTorch must be loaded for."""
+    lines = [_mapping(topic)]
+    if topic in OWNERS:
+        option, owners = OWNERS[topic]
+        named = dict(pairwise(part for word in arguments for part in word.split("=", 1)))
+        for name, value in owners(named.get(option)).items():
+            listed = list(_listed(value, f"{topic}.", inner=True))
+            lines += ["", f"{name}:" + ("" if listed else " none"), *listed]
+    return "\n".join(lines)
+
+
+def _methods(name: str | None) -> dict[str, Any]:
+    from mambacl.methods import METHODS
+
+    return {known: METHODS.get(known).options_class() for known in ([name] if name else METHODS.names())}
+
+
+def _classifiers(name: str | None) -> dict[str, Any]:
+    from mambacl.classifiers import CLASSIFIERS
+
+    return {known: CLASSIFIERS.get(known).options_class() for known in ([name] if name else CLASSIFIERS.names())}
+
+
+def _models(name: str | None) -> dict[str, Any]:
+    from mambacl.backbones.registry import MODELS
+    from mambacl.config import RunConfig
+
+    entry = MODELS.get(name or RunConfig.backbone)
+    return {entry.name: build(entry.config_class, entry.config)}
+
+
+OWNERS: dict[str, tuple[str, Callable[[str | None], dict[str, Any]]]] = {
+    "options": ("--method", _methods),
+    "classifier_options": ("--classifier", _classifiers),
+    "backbone_options": ("--backbone", _models),
+}
+"""for each mapping of options, the option that says whose they are, and the defaults by owner"""
+
+
+def _mapping(topic: str) -> str:
+    where = f"; `mambacl train {OWNERS[topic][0]} NAME --help {topic}` lists them" if topic in OWNERS else ""
+    return "\n".join(wrap(f"{topic}: {_sentence(topic)}{where}."))
+
+
+def _listed(value: Any, group: str, inner: bool = False) -> Iterator[str]:
+    """The options that a dataclass holds, which are the defaults, and with `inner` those of groups inside it."""
+    said = sentences_of(type(value))
+    for name, option in options_of(type(value)).items():
+        if not is_group(option.kind):
+            option = dataclasses.replace(option, default=getattr(value, name))
+            yield from _option(group + name, option, said.get(name, ""))
+        elif inner:
+            yield from _listed(getattr(value, name), f"{group}{name}.", inner)
+
+
+def _option(name: str, option: Option, sentence: str) -> Iterator[str]:
+    must = "".join(f", must {constraint.words}" for constraint in option.constraints)
+    default = _default(option.default) if option.default is not REQUIRED else ""
+    yield from wrap(f"--{name} {describe(option.kind)}{must}{default}", "  ", " " * 6)
+    yield from wrap(sentence, " " * 6)
+
+
+def _groups() -> list[str]:
+    """One line per group; those of one kind inside another, as the kinds of parameters are, share a line."""
+    from mambacl.config import preset_names
+
+    lines, seen = _row(RUN, _sentence_of_run()), set()
+    for name, option in run_options().items():
+        if is_group(option.kind) and option.kind not in seen:
+            seen.add(option.kind)
+            alike = [other for other, twin in run_options().items() if twin.kind is option.kind and other != name]
+            also = f"; also {', '.join(other.rpartition('.')[2] for other in alike)}" if alike else ""
+            summary = _summary(option.kind)
+            lines += _row(name, summary[0].lower() + summary[1:] + also)
+        elif name in _mappings():
+            lines += _row(name, _sentence(name))
+    return [*lines, "", *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]
+
+
+def _group_names() -> list[str]:
+    return [RUN, *(name for name, option in run_options().items() if is_group(option.kind)), *_mappings()]
+
+
+def _mappings() -> list[str]:
+    return [name for name, option in run_options().items() if is_mapping(option.kind) and "." not in name]
+
+
+def _sentence(name: str) -> str:
+    from mambacl.config import RunConfig
+
+    group, _, last = name.rpartition(".")
+    owner = run_options()[group].kind if group else RunConfig
+    return sentences_of(owner).get(last, "")
+
+
+def _sentence_of_run() -> str:
+    names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
+    return ", ".join(name for name in names if name not in _mappings())
+
+
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").split(".")[0].strip()
+
+
+def _row(left: str, words: str) -> list[str]:
+    lines = wrap(words, taken=COLUMN + 2) or [""]
+    first = [f"  {left}"] if len(left) >= COLUMN else []
+    rows = [f"  {'' if first or number else left:{COLUMN}}{line}" for number, line in enumerate(lines)]
+    return [line.rstrip() for line in [*first, *rows]]
+
+
+def _placeholder(kind: Any) -> str:
+    if kind is bool:
+        return ""
+    member = next((member for member in get_args(kind) if get_origin(member) or member in PLACEHOLDERS), kind)
+    if get_origin(member) is Literal:
+        return "|".join(get_args(member))
+    if get_origin(member) in (list, tuple):
+        member = get_args(member)[0]
+    return PLACEHOLDERS.get(member, "VALUE")
+
+
+def _default(value: Any) -> str:
+    return f" (default {value if isinstance(value, (str, Path)) else json.dumps(value, default=str)})"

@@ -1,0 +1,153 @@
+"""The commands of `mambacl bench` that have options: each in its smallest form."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from cli_help import fails
+from small_run import CONFIG
+
+import mambacl.bench.busy
+import mambacl.bench.relaxation
+import mambacl.bench.runs
+import mambacl.bench.settings
+from mambacl.bench import PARTS
+from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort
+from mambacl.bench.relaxation import FIXED, as_result
+from mambacl.bench.result import Result, publish
+from mambacl.bench.runs import compare_precisions
+from mambacl.bench.timing import Clock
+from mambacl.cli import main
+
+CPU = torch.device("cpu")
+
+
+def finite(result: Result, columns: Sequence[str]) -> None:
+    assert result.rows
+    for row in result.rows:
+        assert all(isinstance(row[name], float) and math.isfinite(row[name]) for name in columns)
+
+
+COMMANDS = ("against", "settings", "precision", "busy", "relaxation")
+
+
+def printed_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with suppress(SystemExit):
+        main(["bench", *words, "--help"])
+    return capsys.readouterr().out
+
+
+def test_help_has_a_sentence_for_every_part_and_command(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_help(capsys)
+    for name in (*PARTS, *COMMANDS):
+        assert re.search(rf"\b{name}\b:?\s+\w+\s+\w+", printed), name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_help(capsys, command)
+    assert f"mambacl bench {command}" in printed and "--json" in printed
+
+
+def test_a_record_says_where_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    made = publish(Result("T", [{"a": 1.5}], ["A note."]), CPU, {"seeds": 1}, path)
+    assert json.loads(path.read_text()) == made and made["options"] == {"seeds": 1} and made["rows"] == [{"a": 1.5}]
+    assert {"date", "commit", "machine", "versions"} <= set(made)
+    printed = capsys.readouterr().out
+    assert "1.5" in printed and "A note." in printed
+
+
+def test_ratios_of_ways_to_wait() -> None:
+    alone, beside = {SPINNING: 1.0, "passive": 1.2}, {SPINNING: 6.0, "passive": 2.0}
+    spinning, passive = mambacl.bench.busy.rows(alone, beside)
+    assert spinning["spinning_/_this_beside"] == 1 and passive["spinning_/_this_beside"] == 3
+    assert passive["alone_ms"] == 1200 and passive["beside_ms"] == 2000
+    assert set(SHORT.ways) < set(WAYS)
+
+
+@pytest.mark.slow
+def test_busy_measures_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mambacl.bench.busy, "START_SECONDS", 0)
+    result = mambacl.bench.busy.measure(Effort(1, 0.0, images=1, ways=(SPINNING, "passive")))
+    assert [row["threads_wait"] for row in result.rows] == [SPINNING, "passive"]
+    finite(result, ["alone_ms", "beside_ms", "spinning_/_this_beside"])
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_is_noticed() -> None:
+    with mambacl.bench.busy.Worker({}, -1) as worker, pytest.raises(RuntimeError, match="ended with code 1"):
+        worker.step_seconds(0)
+
+
+@pytest.mark.slow
+def test_settings_are_compared_after_a_task() -> None:
+    result = mambacl.bench.settings.measure(Clock(CPU, 3, 0.01), batch=2, precision="float32", tasks=1, images=20)
+    assert [row["step"] for row in result.rows] == ["sequential", "public-code", "exact energy:0.99"]
+    finite(result, ["ms", "/_public-code"])
+    for row in result.rows:
+        assert len(str(row["first_steps_s"]).split()) == 2  # before the task and after it
+    assert result.rows[1]["/_public-code"] == 1
+
+
+@pytest.mark.slow
+def test_precisions_are_compared_over_seeds(tmp_path: Path, few_test_images: None) -> None:
+    training = {"training": {**CONFIG["training"], "passes": 1, "decay_after": []}}
+    result = compare_precisions({**CONFIG, **training}, tmp_path, seeds=2, changes={"device": "cpu"})
+    assert len(result.rows) == 3 * 3 and {row["precision"] for row in result.rows} == {"float32", "tf32", "bf16"}
+    finite(result, ["seed_0", "seed_1", "mean", "deviation"])
+    for row in result.rows:
+        assert row["mean"] == pytest.approx((row["seed_0"] + row["seed_1"]) / 2)
+    again = compare_precisions({**CONFIG, **training}, tmp_path, seeds=2, changes={"device": "cpu"})
+    assert again.rows == result.rows  # finished runs are not trained again, whose seconds would differ
+
+
+def test_loss_at_equal_drift_is_interpolated() -> None:
+    strict, loose = list(FIXED)[:2]
+    run = {strict: (3.0, 0.1), loose: (1.0, 0.3), "A relaxed by 0.1": (1.5, 0.2)}
+    figures = {name: {"loss": loss, "drift": drift, "A_moved": 0.0} for name, (loss, drift) in run.items()}
+    rows = as_result([figures, figures]).rows
+    assert [row["loss_with_A_fixed"] for row in rows] == [None, None, pytest.approx(2.0)]
+
+
+@pytest.mark.slow
+def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
+    ways = {"A fixed, eta 1.0": {"eta": 1.0}, "A relaxed by 0.9": {"relax": 0.9}}
+    found = mambacl.bench.relaxation.measure(CPU, 0, 1, 2e-3, ways, {"train_per_class": 10})
+    fixed, relaxed = found["A fixed, eta 1.0"], found["A relaxed by 0.9"]
+    assert fixed["A_moved"] == 0 < relaxed["A_moved"]
+    finite(as_result([found]), ["loss", "drift", "A_moved"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["busy", "--others", "0"], "--others must be at least 1, got 0"),
+        (["busy", "--json", "missing/a.json"], "missing/a.json cannot be written"),
+        (["settings", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["settings", "--precision", "half"], "'half'"),
+        (["settings", "--tasks", "6"], "--tasks must be from 1 to 5, got 6"),
+        (["settings", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["precision", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["precision", "--preset", "nothing"], "nothing"),
+        (["relaxation", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["scan", "busy"], "`busy` goes by itself"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_measured(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in (mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
+        monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured"))
+    assert sentence in fails(capsys, "bench", *arguments)
+    assert not any(tmp_path.iterdir())
