@@ -20,7 +20,7 @@ import yaml
 from mambacl.data.config import StreamConfig
 from mambacl.errors import UserError
 from mambacl.files import expanded
-from mambacl.nullspace.settings import Setting, setting_named
+from mambacl.nullspace.settings import Setting, given_rules, setting_named
 from mambacl.options import (
     Must,
     Option,

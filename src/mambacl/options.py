@@ -254,6 +254,10 @@ class _No:
 _NO = _No()
 
 
+def _is(kind: Any, value: Any) -> bool:
+    return (get_origin(kind) or kind) is type(value)
+
+
 def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
     """The value in that type, or `_NO` where it does not fit."""
     if from_text and isinstance(value, str) and kind is not str:
@@ -264,7 +268,7 @@ def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        alike = sorted(inner, key=lambda member: type(value) != (get_origin(member) or member))  # first
+        alike = sorted(inner, key=lambda member: not _is(member, value))  # first
         fitting = (convert(member, value, from_text) for member in alike)
         return next((found for found in fitting if found is not _NO), _NO)
     if origin is Literal:
