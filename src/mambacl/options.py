@@ -264,8 +264,9 @@ def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        alike = sorted(inner, key=lambda member: (get_origin(member) or member) is not type(value))  # first
-        fitting = (convert(member, value, from_text) for member in alike)
+        plain: list[Any] = [get_origin(member) or member for member in inner]
+        first = [member for member, bare in zip(inner, plain, strict=True) if bare is type(value)]  # a list stays one
+        fitting = (convert(member, value, from_text) for member in (*first, *inner))
         return next((found for found in fitting if found is not _NO), _NO)
     if origin is Literal:
         return next((choice for choice in inner if choice == value and type(choice) is type(value)), _NO)

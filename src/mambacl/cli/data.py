@@ -85,7 +85,7 @@ def data_check(
     dataset = DATASETS.get(name)(None if root is None else expanded(root))
     config = _changed(None, root, tasks, first_task, order, order_seed, scenario)
     named = config.own_tasks or tasks or config.by_domain
-    if not named and not (order is order_seed is first_task is None):
+    if not named and not all(given is None for given in (order, order_seed, first_task)):
         raise UserError("--order, --order-seed and --first-task say which classes a task has: add --tasks.")
     classes_of, domains = _tasks(dataset, config) if named else (None, None)
     if domains is not None:
