@@ -23,6 +23,8 @@ REFUSED = [
     ["train", "dem"],
     ["train", "demo", "--training.lrr", "1"],
     ["train", "demo", "--training.lr", "fast"],
+    ["train", "demo", "--training", "5"],
+    ["train", "--help", "trainin"],
     ["train", "demo", "--precision", "fp16"],
     ["train", "demo", "--method", "mamba"],
     ["train", "demo", "--compare", "sequentiel"],
@@ -32,6 +34,7 @@ REFUSED = [
     ["train", "demo", "--stream.transforms.mean", "[0.5]"],
     ["resume", "nowhere"],
     ["evaluate", "nowhere", "--batch", "1"],
+    ["resume", "nowhere", "--device", "tpu"],
     ["report", "--all"],
     ["paper", "nothing"],
     ["audit", "--all"],
@@ -50,6 +53,7 @@ for arguments in {commands!r}:
     assert main(arguments) == 2, arguments
     assert "torch" not in sys.modules, arguments
 assert main(["--help"]) == 0 and main(["train", "--help"]) == 0 and main(["--version"]) == 0
+assert main(["train", "--help", "all"]) == 0 and main(["data", "--help"]) == 0
 assert "torch" not in sys.modules
 """
 
