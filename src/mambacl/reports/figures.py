@@ -103,7 +103,7 @@ def png(figure: Figure) -> bytes:
 
 def frame(
     width: float, height: float, rows: int = 1, *, left: float = 0.72, right: float = 0.2, bottom: float = 0.54,
-    top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, **shared: bool,
+    top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, **shared: Any,
 ) -> tuple[Figure, list[Any]]:  # fmt: skip
     """A figure and its axes, row by row. Sizes are inches; what lies between axes is a share of their own size."""
     figure = Figure(figsize=(width, height))
