@@ -18,6 +18,7 @@ from mambacl.bench.models import CLASSES, make_loop, products
 from mambacl.bench.timing import Clock
 from mambacl.log import logger
 from mambacl.nullspace import Setting
+from mambacl.nullspace.projected_step import ProjectedParts
 from mambacl.nullspace.settings import setting_named
 from mambacl.streams import StreamConfig, TransformConfig, open_stream
 from mambacl.training.step import WARM_UP
@@ -88,11 +89,12 @@ class Stepper:
 
     def projections(self) -> str:
         space = getattr(self.loop.method, "space", None)
-        if space is None or space.bank is None:
+        constraints = [] if space is None else space.projected_step.constraints
+        found = [constraint for constraint in constraints if isinstance(constraint, ProjectedParts)]
+        if not found:
             return ""
-        slots = sum(len(stack.slots) for stack in space.bank.stacks)
-        found = [tuple(stack.basis.shape[-2:]) for stack in space.bank.stacks]
-        return f"; {slots} batched projections, of bases {found}"
+        bases = {id(one.bases): tuple(one.bases.basis.shape[-2:]) for one in found}
+        return f"; {len(found)} batched projections, of bases {list(bases.values())}"
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 
 from mambacl.nullspace import NullSpace
-from mambacl.nullspace.adapters import find_blocks
-from mambacl.nullspace.covariance import value
-from mambacl.nullspace.gathering import watching
+from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.statistics import value, watching
 
 GOLDENS = Path(__file__).parent / "goldens"
 X_PROJ, A_LOG, OUT = "mixer.x_proj.weight", "mixer.A_log", "mixer.out_proj.weight"

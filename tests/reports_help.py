@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from mambacl.evaluation import all_metrics
+from mambacl.training.metrics import all_metrics
 
 
 def make_run(

@@ -41,8 +41,9 @@ def assert_same_protection(space, other):
         own = space.projectors()[name]
         assert torch.equal(own.basis, projector.basis), name
         assert torch.equal(torch.as_tensor(own.factor), torch.as_tensor(projector.factor)), name
-    for name, box in other.boxes().items():
-        assert torch.equal(space.boxes()[name].lower, box.lower) and torch.equal(space.boxes()[name].upper, box.upper)
+    mine, theirs = space.projected_step.boxes(), other.projected_step.boxes()
+    for name, box in theirs.items():
+        assert torch.equal(mine[name].lower, box.lower) and torch.equal(mine[name].upper, box.upper)
 
 
 def one_sentence(error):

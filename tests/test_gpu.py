@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_models import MODELS, build, output
+from block_models import MODELS, build, output
 from safetensors.torch import load_file
 from small_run import CONFIG
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def test_the_exact_setting_leaves_old_outputs_alone(name: str) -> None:
     with torch.no_grad():
         after = output(model, old.cuda())
     assert ((after - before).norm() / before.norm()).item() < 1e-5
-    assert max(row[0].item() for row in space.moved_now().values()) > 0
+    assert max(row[0].item() for row in space.update_energy().values()) > 0
 
 
 @pytest.mark.parametrize("place", ["device", "cpu", "disk"])
@@ -116,10 +116,10 @@ def test_the_batched_projection_is_the_plain_one(tiny_model: Callable[..., nn.Mo
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     batched = {name: tensor + torch.randn_like(tensor) for name, tensor in before.items()}
     plain = {name: tensor.clone() for name, tensor in batched.items()}
-    for _, part in space.parts():
+    for _, part in space.selection.parts():
         if part.name in space.projectors():
             project_part(before[part.parameter], plain[part.parameter], part, space.projectors()[part.name])
-    space.project(before, batched)
+    space.projected_step.project(before, batched)
     for name in space.trained_names():
         torch.testing.assert_close(batched[name], plain[name], rtol=0, atol=2e-6)
 

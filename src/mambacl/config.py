@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from mambacl.errors import UserError
-from mambacl.nullspace.settings import Setting, setting_named
+from mambacl.nullspace.settings import Setting, given_rules, setting_named
 from mambacl.options import build_config, merge
 from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
@@ -59,6 +59,10 @@ class RunConfig:
     """the stream of tasks"""
     options: dict[str, Any] = field(default_factory=dict)
     """the method's own options"""
+    classifier: str = "auto"
+    """what answers: separate, cosine, nearest-mean or another; auto is the method's own, in the paper separate heads"""
+    classifier_options: dict[str, Any] = field(default_factory=dict)
+    """that classifier's own options"""
     seed: int = 0
     """of the classifiers, the order of the images and their augmentation"""
     device: str = "auto"
@@ -202,6 +206,8 @@ def _with_layer(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
         values = {**values, "nullspace": dataclasses.asdict(setting_named(layer["setting"]))}
     if isinstance(layer.get("recipe"), str):
         values = {**values, "training": dataclasses.asdict(recipe_named(layer["recipe"]))}
+    if isinstance(layer.get("nullspace"), Mapping):
+        layer = {**layer, "nullspace": given_rules(layer["nullspace"])}
     return merge(values, layer)
 
 

@@ -18,10 +18,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class Registry(Generic[T]):
-    def __init__(self, noun: str, group: str, own: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, noun: str, group: str, own: Mapping[str, str] | None = None, old_group: str | None = None
+    ) -> None:
         """`noun` for error messages; `group` is the entry point group whose members are imported at the first
-        look-up; `own`: the modules of the package's own entries, by name, each imported when it is looked up."""
-        self.noun, self.group, self.own = noun, group, dict(own or {})
+        look-up, `old_group` what it was called before; `own`: the modules of the package's own entries, by name, each
+        imported when it is looked up."""
+        self.noun, self.group, self.own, self.old_group = noun, group, dict(own or {}), old_group
         self._entries: dict[str, T] = {}
         self._loaded = False
 
@@ -55,7 +58,8 @@ class Registry(Generic[T]):
         """Importing an entry point's module is enough: what it holds registers itself."""
         if not self._loaded:
             self._loaded = True
-            for point in entry_points(group=self.group):
+            old = entry_points(group=self.old_group) if self.old_group else ()
+            for point in (*entry_points(group=self.group), *old):
                 try:
                     point.load()
                 except Exception as error:

@@ -170,6 +170,7 @@ def test_preprocessing_address_and_licence_are_the_manifests(manifest):
     name, _ = MANIFESTS[manifest]
     assert recorded["preprocessing"].pop("crop_mode") == "center"
     default_cfg = on_meta(name).default_cfg
+    assert default_cfg.pop("classifier") == "head"  # not about images
     assert {key: list(v) if isinstance(v, tuple) else v for key, v in default_cfg.items()} == recorded["preprocessing"]
     weights = MODELS.get(name).weights
     assert weights.url == recorded["checkpoint"] and weights.licence == "CC-BY-NC-SA-4.0, non-commercial"
@@ -474,7 +475,7 @@ def test_other_names_are_left_for_the_account():
     "options, message",
     [
         ({"depth": 3}, "no option 'depth'. Did you mean 'depths'?"),
-        ({"depths": (1, 2)}, "depths must be four positive whole numbers, one a stage, got (1, 2)"),
+        ({"depths": (1, 2)}, "depths must be four positive whole numbers, one per stage, got (1, 2)"),
         ({"depths": 3}, "depths must be four positive whole numbers"),
         ({"depths": "1234"}, "depths must be four positive whole numbers"),
         ({"window_size": [8, 8, 0, 7]}, "window_size must be four positive whole numbers"),

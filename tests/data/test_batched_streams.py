@@ -31,7 +31,7 @@ from mambacl.streams.batched import BatchedBatches, Shelf
 from mambacl.streams.batched_draws import OPS
 from mambacl.streams.batched_ops import NONE
 from mambacl.streams.decoded import Decoded, main_memory
-from mambacl.training import run as run_module
+from mambacl.training import build as build_module
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 AUGMENTS = ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
@@ -231,15 +231,15 @@ def test_auto_is_torchvision_on_the_cpu() -> None:
 
 def test_a_run_tells_the_stream_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    original = run_module.open_stream
+    original = build_module.open_stream
 
     def spy(*arguments: Any) -> Stream:
         seen.append(arguments[6])
         return original(*arguments)
 
-    monkeypatch.setattr(run_module, "open_stream", spy)
-    run_module._build(resolve(CONFIG, {}))
-    assert seen == [run_module.pick_device("auto")]
+    monkeypatch.setattr(build_module, "open_stream", spy)
+    build_module.build(resolve(CONFIG, {}))
+    assert seen == [build_module.pick_device("auto")]
 
 
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:

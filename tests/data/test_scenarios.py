@@ -24,11 +24,11 @@ from mambacl.config import resolve
 from mambacl.datasets import ArrayImages, DataSet, Domains, FileImages, from_huggingface, open_dataset
 from mambacl.datasets import listed as listed_module
 from mambacl.errors import UserError
-from mambacl.evaluation import SCENARIOS, Scenario, right
 from mambacl.methods import METHODS
+from mambacl.paper.comparison import benchmark_of
 from mambacl.reports import load_run, write_report
-from mambacl.reports.paper_table import benchmark_of
 from mambacl.reports.tables import comparison_table
+from mambacl.scenarios import SCENARIOS, Scenario, right
 from mambacl.streams import Stream, StreamConfig, TransformConfig, Transforms, open_data, open_stream, tasks_of
 
 

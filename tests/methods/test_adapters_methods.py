@@ -16,7 +16,7 @@ import mambacl
 from mambacl.cli import main
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
-from mambacl.methods.bottleneck import AdapterOptions, AdapterSets, mixers
+from mambacl.tuning.adapters import AdapterOptions, AdapterSets, mixers
 
 NAMES = ["seq-adapter", "ease"]
 everywhere = pytest.mark.parametrize(  # each family with one method, the smallest with both
@@ -33,7 +33,7 @@ def test_adapters_start_as_the_identity_and_leave_the_models_names_alone(family:
     sets.current = 0
     assert torch.equal(model(images), before)
     assert list(model.state_dict()) == names
-    adapters = list(sets.sets[0])  # type: ignore[call-overload]
+    adapters = list(sets.adapters[0])  # type: ignore[call-overload]
     assert len(adapters) == BLOCKS[family] and all(adapter.down.out_features == 16 for adapter in adapters)
     for adapter in adapters:  # each has its say
         nn.init.normal_(adapter.up.weight)
@@ -49,7 +49,7 @@ def test_what_an_adapter_adds() -> None:
     model = small("defocus_mamba_nano")
     sets = AdapterSets(model, AdapterOptions(bottleneck=3, scale=0.5))
     sets.add(seed=0)
-    adapter = sets.sets[0][0]  # type: ignore[index]
+    adapter = sets.adapters[0][0]  # type: ignore[index]
     nn.init.normal_(adapter.up.weight)
     nn.init.normal_(adapter.up.bias)
     nn.init.normal_(adapter.down.bias)
@@ -73,7 +73,7 @@ def test_adapters_are_drawn_from_their_seed() -> None:
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
         sets.add(seed)
-    one, same, other = ([p for n, p in adapters.named_parameters() if "down.weight" in n] for adapters in sets.sets)
+    one, same, other = ([p for n, p in adapters.named_parameters() if "down.weight" in n] for adapters in sets.adapters)
     assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert [p.requires_grad for p in (one[0], same[0], other[0])] == [False, False, True]

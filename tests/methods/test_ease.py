@@ -7,7 +7,7 @@ import torch
 from adapter_methods_help import learn, new_method, small, task_data
 from torch import nn
 
-from mambacl.classifiers import CosineHead
+from mambacl.classifiers.cosine import CosineHead
 from mambacl.classifiers.subspaces import (
     class_sums,
     completed,
@@ -50,7 +50,7 @@ def test_only_old_classes_in_the_new_subspace_are_filled_in() -> None:
     assert torch.equal(completed(prototypes[:2, :1], [2]), prototypes[:2, :1])  # the first task has nothing to fill in
 
 
-def test_old_classes_can_be_mapped_anew_by_all_that_came_later() -> None:
+def test_old_classes_can_be_mapped_again_by_all_that_came_later() -> None:
     prototypes = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))  # tasks of 1, 2 and 2 classes
     filled = completed_by_later(prototypes, [1, 2, 2])
     seen = [(slice(0, 1), 0, 1, slice(1, 5)), (slice(0, 1), 0, 2, slice(3, 5)), (slice(1, 3), 1, 2, slice(3, 5))]
@@ -170,10 +170,10 @@ def test_prototypes_mapped_by_later_classes_change_with_each_task() -> None:
 def test_known_classes_have_the_backbones_subspace() -> None:
     """Nothing is trained in the first task: its prototypes are the plain backbone's mean features."""
     model = small("defocus_mamba_nano")
-    method = METHODS.get("ease")(model, Setup(classifier=nn.Linear(32, 2)))
+    method = METHODS.get("ease")(model, Setup(known_classifier=nn.Linear(32, 2)))
     method.start_task(Task(0, 2, 0, seed=0))
     images, labels = task_data(0, 2, seed=0)
-    assert torch.equal(method.heads[0].weight, method.setup.classifier.weight)
+    assert torch.equal(method.heads.heads[0].weight, method.setup.known_classifier.weight)
     method.finish_task([(images, labels)])
     with torch.no_grad():
         expected = torch.stack([model(images[labels == c]).mean(0) for c in range(2)])

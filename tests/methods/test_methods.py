@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from mambacl.classifiers import SeparateHeads
+from mambacl.classifiers import CLASSIFIERS
 from mambacl.errors import UserError
-from mambacl.methods import METHODS, HeadPerTask, Setup, Task
+from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.nullspace import SETTINGS
 from mambacl.registry import Registry
 
@@ -62,42 +62,62 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
     assert trained == ["blocks.1.mixer.x_proj.weight", "blocks.1.mixer.out_proj.weight"]
 
 
-def test_heads_grow_and_the_old_ones_are_fixed() -> None:
-    heads = SeparateHeads(8)
-    heads.add(3, seed=1)
-    heads.add(2, seed=2)
-    assert heads.widths == [3, 2]
-    assert not heads.heads[0].weight.requires_grad and heads.heads[1].weight.requires_grad
-    features = torch.randn(5, 8)
-    assert torch.equal(heads(features)[:, 3:], heads.last(features))
-    again = SeparateHeads(8)
-    again.restore(heads.state_dict())
-    assert torch.equal(again(features), heads(features))
+def combinations() -> list[tuple[str, str]]:
+    """Methods with classifiers; EASE answers with its own prototypes."""
+    return [(method, name) for method in METHODS.names() if method != "ease" for name in CLASSIFIERS.names()]
 
 
-def test_heads_are_drawn_from_their_seed() -> None:
-    one, other = SeparateHeads(8), SeparateHeads(8)
-    torch.manual_seed(1)
-    one.add(3, seed=5)
-    torch.manual_seed(2)
-    other.add(3, seed=5)
-    assert torch.equal(one.heads[0].weight, other.heads[0].weight)
+@pytest.mark.parametrize("name, classifier", combinations())
+def test_every_method_with_every_classifier(name: str, classifier: str, tiny_model: Callable[..., nn.Module]) -> None:
+    """Two tasks; the answers are the classifier's, and a state taken up in the middle of a task gives the same."""
+    images, labels = torch.randn(10, 3, 16, 16), torch.arange(10) % 5
+    setup = Setup(classifier=classifier)
+    method, other = (METHODS.get(name)(tiny_model(), setup) for _ in range(2))
+    for task, classes in enumerate((2, 3)):
+        method.start_task(Task(task, classes, first_label=2 * task, seed=task))
+        roles = method.named_parameters()
+        optimizer = method.wrap(torch.optim.Adam([p for named in roles.values() for _, p in named], lr=1e-3))
+        chosen = labels < 2 if task == 0 else labels >= 2
+        loss, _ = method.loss(images[chosen], labels[chosen])
+        loss.backward()
+        optimizer.step()
+        if task == 1:  # in the middle of a task
+            assert method.predict(images).shape == (10, 5)
+            other.load_state_dict(method.state_dict())
+            if state := method.task_state_dict():
+                other.load_task_state_dict(state)
+            assert torch.equal(other.predict(images), method.predict(images))
+        for one in (method, other) if task == 1 else (method,):
+            one.finish_task([(images[chosen], labels[chosen])])
+    assert method.classifier.name == classifier and method.heads.trains
+    assert torch.equal(other.predict(images), method.predict(images))
+    if classifier == "nearest-mean":
+        nearest = torch.cdist(method.model(images), method.classifier.means().float()).argmin(1)
+        assert torch.equal(method.predict(images).argmax(1), nearest)
 
 
-def test_a_warm_start_needs_equal_widths() -> None:
-    heads = SeparateHeads(8)
-    heads.add(3, seed=1)
-    heads.add(3, seed=2, warm_start=True)
-    heads.add(2, seed=3, warm_start=True)
-    assert torch.equal(heads.heads[1].weight, heads.heads[0].weight)
-    assert heads.heads[2].weight.shape == (2, 8)
+def test_a_method_with_an_answer_of_its_own_takes_no_classifier(tiny_model: Callable[..., nn.Module]) -> None:
+    with pytest.raises(UserError, match="'ease' answers with its prototypes"):
+        METHODS.get("ease")(tiny_model(), Setup(classifier="separate"))
+
+
+def test_options_of_a_classifier(tiny_model: Callable[..., nn.Module]) -> None:
+    method = METHODS.get("frozen")(tiny_model(), Setup(classifier="cosine", classifier_options={"scale": 8.0}))
+    method.start_task(Task(0, classes=2, first_label=0, seed=0))
+    assert method.heads.heads[0].scale.item() == 8.0
+    for options, message in (
+        ({"scael": 8.0}, "Did you mean 'scale'"),
+        ({"scale": -1.0}, "positive"),
+    ):
+        with pytest.raises(UserError, match=message):
+            METHODS.get("frozen")(tiny_model(), Setup(classifier="cosine", classifier_options=options))
 
 
 def test_a_method_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point is loaded at the first look-up; what it holds registers itself."""
     registry: Registry[type] = Registry("method", "some.group")
 
-    class Theirs(HeadPerTask):
+    class Theirs(Method):
         name, summary = "theirs", "a method from elsewhere"
 
     def points(group: str) -> list[SimpleNamespace]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from adapter_models import MODELS, build, output
+from block_models import MODELS, build, output
 from nullspace_help import images, set_random_gradients
 from small_run import CONFIG
 
@@ -29,12 +29,12 @@ def test_nothing_has_moved_before_anything_is_trained(name):
 def test_each_quantity_moves_when_what_makes_it_moves(name):
     model, inputs, _ = build(name)
     space = NullSpace(model)
-    first = space.blocks[0].name
+    first = space.selection.blocks[0].name
     moving = {"A": {"decay", "output"}, "out": {"output"}, "W_C": {"C", "output"}, "W_B": {"input", "output"}}
     for kind, expected in moving.items():
         noted = space.record(inputs(0, 2))
         with torch.no_grad():
-            for block, part in space.parts():
+            for block, part in space.selection.parts():
                 if part.kind == kind and block.name == first:
                     part.of(model.get_parameter(part.parameter)).add_(0.1)
         found = space.audit(inputs(0, 2), noted)[first]
@@ -63,7 +63,7 @@ def test_it_leaves_no_trace_in_the_model(tiny_model):
     model = tiny_model().train()
     before = output(model.eval(), images(2))
     model.train()
-    record(model, NullSpace(model).blocks, images(2))
+    record(model, NullSpace(model).selection.blocks, images(2))
     assert model.training
     torch.testing.assert_close(output(model.eval(), images(2)), before)
 
@@ -75,7 +75,7 @@ def test_shares_before_and_after_the_projection(tiny_model, eta):
     space.consolidate([images(dtype=torch.float64)])
     set_random_gradients(model, 0)
     space.wrap(torch.optim.SGD(space.parameters(), lr=0.1)).step()
-    for row in space.moved_now().values():
+    for row in space.update_energy().values():
         asked, applied = shares(row)
         assert 0.3 < asked < 0.7  # half of the directions, a random update
         free = 1 - asked

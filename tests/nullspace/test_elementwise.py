@@ -4,16 +4,15 @@ import math
 
 import pytest
 import torch
-from adapter_models import build, output
+from block_models import build, output
 from nullspace_help import A_LOG, X_PROJ, images, set_random_gradients, snapshot
 
 import mambacl.ops
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace
-from mambacl.nullspace.adapters import find_blocks
-from mambacl.nullspace.covariance import value
+from mambacl.nullspace.blocks import find_blocks
 from mambacl.nullspace.elementwise import MARGIN, Activity, activity, activity_and_sensitivity, box, sensitivity
-from mambacl.nullspace.gathering import watching
+from mambacl.nullspace.statistics import value, watching
 
 SHAPES = [(1, 1, 1, 1), (1, 6, 2, 3), (3, 9, 4, 2), (2, 17, 3, 8)]
 STEPS = [1e-6, 1e-3, 0.1, 1.0, 30.0]
@@ -135,13 +134,13 @@ def test_inside_two_boxes_both_tasks_change_by_their_share_at_most():
 
 def test_batches_add_up_to_the_task():
     x, delta, A_log, B, C = random_scan((6, 9, 4, 2))
-    whole = activity_and_sensitivity((x, delta, A_log, B, C))
-    summed = None
+    together, summed = activity_and_sensitivity((x, delta, A_log, B, C)), Activity("delta", "scan", relaxed=True)
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        summed = activity_and_sensitivity((x[part], delta[part], A_log, B[part], C[part])).plus(summed)
-    for word in ("time", "k", "y"):
-        torch.testing.assert_close(getattr(summed, word), getattr(whole, word))
-    assert torch.equal(activity(delta).time, whole.time)
+        summed.add((x[part], delta[part], A_log, B[part], C[part]))
+    assert summed.inputs == ("scan",) and summed.totals.keys() == together.keys()
+    for word in together:
+        torch.testing.assert_close(summed.totals[word], together[word])
+    assert torch.equal(activity(delta)["time"], together["time"])
 
 
 @pytest.mark.parametrize("relax", [0.0, 0.05])
@@ -182,7 +181,7 @@ def test_a_box_in_any_precision_stays_within_its_radius(dtype):
     generator = torch.Generator().manual_seed(0)
     A_log = torch.randn(64, 8, generator=generator).to(dtype)
     k = 1e3 * torch.rand(64, 8, generator=generator).double() + 1.0
-    seen = Activity(torch.ones(64).double(), k, torch.ones(64).double())
+    seen = {"time": torch.ones(64).double(), "k": k, "y": torch.ones(64).double()}
     limits, radius = box(A_log, seen, 0.05), (0.05 / 8 / k.sqrt()).clamp(max=MARGIN)
     for end in (limits.lower, limits.upper):
         assert end.dtype == dtype
@@ -195,7 +194,7 @@ def test_a_box_in_any_precision_stays_within_its_radius(dtype):
 def scans_of(model, space, batch):
     """What each part of A multiplies, by its name: x, delta, A_log, B, C."""
     seen = {}
-    parts = [(block.name, part) for block, part in space.parts() if part.kind == "A"]
+    parts = [(block.name, part) for block, part in space.selection.parts() if part.kind == "A"]
 
     def show(block, features):
         for name, part in parts:
@@ -203,7 +202,7 @@ def scans_of(model, space, batch):
             if name == block.name and key in features:
                 seen[part.name] = tuple(t.detach().double().clone() for t in value(features, key))
 
-    with watching(space.blocks, show), torch.no_grad():
+    with watching(space.selection.blocks, show), torch.no_grad():
         output(model, batch)
     return seen
 
@@ -239,10 +238,10 @@ class Recorder:
         return list(self.calls)
 
 
-FAMILIES = ["defocus", "vim", "vmamba"]
+BACKBONES = ["defocus", "vim", "vmamba"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BACKBONES)
 def test_the_scan_that_is_bounded_is_the_models_own(monkeypatch, family):
     """Input, step sizes, B and C of every direction in the order of its scan, on an image that is not square for the
     backbone that takes one."""
@@ -290,11 +289,11 @@ def change_of_block(record, model, kept, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BACKBONES)
 def test_after_training_no_channel_of_the_scan_changed_by_more_than_its_share(monkeypatch, family, tasks):
     relax = 0.05
     model, space, record, kept = after_training(monkeypatch, family, tasks, relax)
-    places = {part.name: part.of(model.get_parameter(part.parameter)).detach() for _, part in space.parts()}
+    places = {part.name: part.of(model.get_parameter(part.parameter)).detach() for _, part in space.selection.parts()}
     for old, calls, scans in kept:
         now = record(model, old)
         for number in (0, 1, 3, 4):  # what goes into the first block's scan is what it was
@@ -302,7 +301,7 @@ def test_after_training_no_channel_of_the_scan_changed_by_more_than_its_share(mo
         for name, scan in scans.items():  # on inputs as they were, every block keeps its share
             assert (places[name] - scan[2]).abs().max() > 1e-3
             assert relative_change(scan, places[name]).max() <= relax
-    for name, limits in space.boxes().items():
+    for name, limits in space.projected_step.boxes().items():
         assert (limits.lower <= places[name]).all() and (places[name] <= limits.upper).all()
     first, second = (change_of_block(record, model, kept, number) for number in (0, 1))
     print(f"{family}: first block {first:.2%}, second {second:.2%}; {relax:.0%} is allowed")
@@ -358,15 +357,15 @@ def test_a_channel_that_a_later_task_uses_is_fixed_from_then_on(tiny_model):
     model = quiet(tiny_model())
     space = NullSpace(model, "exact")
     space.consolidate([images(seed=1)])
-    assert not space.boxes()[f"blocks.0.{A_LOG}"].protects()[5].any()
+    assert not space.projected_step.boxes()[f"blocks.0.{A_LOG}"].protects()[5].any()
     with torch.no_grad():
         model.blocks[0].mixer.dt_proj.bias[5] = 0.0
     space.consolidate([images(seed=2)])
-    assert space.boxes()[f"blocks.0.{A_LOG}"].protects().all()
+    assert space.projected_step.boxes()[f"blocks.0.{A_LOG}"].protects().all()
     with torch.no_grad():
         model.blocks[0].mixer.dt_proj.bias[5] = -30.0
     space.consolidate([images(seed=3)])
-    assert space.boxes()[f"blocks.0.{A_LOG}"].protects().all()
+    assert space.projected_step.boxes()[f"blocks.0.{A_LOG}"].protects().all()
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.3, 0.95])
@@ -377,7 +376,7 @@ def test_with_eta_below_one_A_moves_by_the_rest_of_it(tiny_model, eta):
     start = snapshot(model)
     set_random_gradients(model, 0)
     space.wrap(torch.optim.SGD(space.parameters(), lr=0.1)).step()
-    for name in space.boxes():
+    for name in space.projected_step.boxes():
         step = -0.1 * model.get_parameter(name).grad
         torch.testing.assert_close(model.get_parameter(name).detach() - start[name], (1 - eta) * step)
 
@@ -390,7 +389,7 @@ def test_a_box_is_kept_whatever_eta_is(tiny_model):
     for seed in range(3):
         set_random_gradients(model, seed)
         optimizer.step()
-    for name, limits in space.boxes().items():
+    for name, limits in space.projected_step.boxes().items():
         A_log = model.get_parameter(name)
         assert (limits.lower <= A_log).all() and (A_log <= limits.upper).all()
 
@@ -414,7 +413,7 @@ def test_W_delta_and_A_do_not_disturb_each_other(tiny_model):
 
 def test_a_number_a_head_has_no_relaxation():
     with pytest.raises(
-        UserError, match=r"^relax is not there for blocks whose A is a number a head[^\n]*use relax 0\.$"
+        UserError, match=r"^relax does not serve blocks whose A is a number per head[^\n]*use relax 0\.$"
     ):
         NullSpace(build("Mamba2")[0], "exact", relax=0.05)
 
@@ -426,8 +425,8 @@ def test_a_number_a_head_is_fixed_to_the_bit():
     start = snapshot(model)
     set_random_gradients(model, 0)
     space.wrap(torch.optim.AdamW(space.parameters(), lr=0.1)).step()
-    assert len(space.boxes()) == 2
-    assert all(torch.equal(model.get_parameter(name), start[name]) for name in space.boxes())
+    assert len(space.projected_step.boxes()) == 2
+    assert all(torch.equal(model.get_parameter(name), start[name]) for name in space.projected_step.boxes())
 
 
 def test_relax_goes_with_the_elementwise_protection_only(tiny_model):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from adapter_models import build
+from block_models import build
 from loop_help import assert_kept, doubles, drift, protected, teach, wanted
 from nullspace_help import A_LOG, OUT, X_PROJ, hooks, images, set_random_gradients, snapshot
 from torch import nn
@@ -86,7 +86,7 @@ def test_compiled_models_have_the_names_of_plain_ones(tiny_model, compiler):
     ):
         space = NullSpace(wrapped)
         assert space.trained_names() == plain.trained_names()
-        assert [p.name for p in space.protections()] == [p.name for p in plain.protections()]
+        assert [p.name for p in space.selection.protections] == [p.name for p in plain.selection.protections]
         space.consolidate([images()])
         assert not any("_orig_mod" in name or "module" in name for name in space.state_dict())
 
@@ -192,15 +192,15 @@ def test_accumulated_gradients_are_one_big_batch(tiny_model):
     (one, first), (other, second) = models
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(parameter, other.get_parameter(name), rtol=1e-8, atol=1e-9)
-    for name, moved in first.moved_now().items():
-        torch.testing.assert_close(moved, second.moved_now()[name], rtol=1e-6, atol=1e-9)
+    for name, moved in first.update_energy().items():
+        torch.testing.assert_close(moved, second.update_energy()[name], rtol=1e-6, atol=1e-9)
 
 
 def dense_step(space, model, start, optimizer):
-    """One step by the book: the optimizer's own, times whole matrices, each from its covariance by SVD."""
+    """One step by the book: the optimizer's own, times dense matrices, each from its covariance by SVD."""
     optimizer.step()
-    setting, boxes, covariances = space.setting, space.boxes(), space.covariances()
-    for _, part in space.parts():
+    setting, boxes, covariances = space.setting, space.projected_step.boxes(), space.covariances()
+    for _, part in space.selection.parts():
         parameter = model.get_parameter(part.parameter).detach()
         old, new = part.of(start[part.parameter]), part.of(parameter)
         if part.name in boxes:
@@ -304,7 +304,9 @@ def test_a_head_that_is_left_trains_freely_while_every_layer_is_protected(tiny_m
     model = tiny_model(num_classes=3).double()
     space = NullSpace(model, "exact", layers="all", leave=("head",))
     assert not any(name.startswith("head") for name in space.trained_names())
-    assert not any(p.name.startswith("head") for p in space.protections()) and "head" not in str(space.describe())
+    assert not any(p.name.startswith("head") for p in space.selection.protections) and "head" not in str(
+        space.describe()
+    )
     space.consolidate([doubles()])
     space.freeze_others()
     assert model.head.weight.requires_grad

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from adapter_models import PlainMamba
+from block_models import PlainMamba
 from nullspace_help import images, snapshot
 from torch import nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace import ADAPTERS, Block, NullSpace, Part
+from mambacl.nullspace import BLOCK_READERS, Block, NullSpace, Part
 
 
 class Tied(nn.Module):
@@ -102,7 +102,7 @@ def test_a_block_with_the_four_names_needs_no_adapter(layers):
 
 @pytest.fixture
 def foreign():
-    """An adapter of another package for blocks that a built-in one knows, too, and for one around them."""
+    """A block reader of another package for blocks that a built-in one knows, too, and for one around them."""
 
     def outer(module, name):
         if type(module).__name__ != "Outer":
@@ -113,9 +113,9 @@ def foreign():
 
         return Block(name, module, (Part("out", f"{name}.inner.out_proj.weight"),), hooks)
 
-    ADAPTERS.add("outer", outer)
+    BLOCK_READERS.add("outer", outer)
     yield
-    del ADAPTERS._entries["outer"]
+    del BLOCK_READERS._entries["outer"]
 
 
 def test_other_packages_are_asked_first_and_what_they_claim_is_theirs(foreign):
@@ -128,8 +128,8 @@ def test_other_packages_are_asked_first_and_what_they_claim_is_theirs(foreign):
             return self.inner(x)
 
     space = NullSpace(nn.Sequential(Outer(), PlainMamba()))
-    assert [block.name for block in space.blocks] == ["0", "1"]
-    assert [p.name for p in space.protections()].count("0.inner.out_proj.weight") == 1
+    assert [block.name for block in space.selection.blocks] == ["0", "1"]
+    assert [p.name for p in space.selection.protections].count("0.inner.out_proj.weight") == 1
 
 
 def test_a_model_taken_to_double_precision_keeps_it(tiny_model):

@@ -6,7 +6,7 @@ from nullspace_help import X_PROJ, consolidated, images
 from safetensors.torch import load_file
 
 from mambacl.errors import UserError
-from mambacl.nullspace import NullSpace
+from mambacl.nullspace import NullSpace, Setting
 
 
 @pytest.mark.parametrize("way", ["state_dict", "file"])
@@ -83,3 +83,72 @@ def test_a_damaged_state_file_is_refused(tiny_model, tmp_path):
     path.write_bytes(damaged)
     with pytest.raises(UserError, match="damaged"):
         space.load(path)
+
+
+# What a file says and what the caller asked for
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """The file of a space with a rank rule, eta and scaling that are not the defaults."""
+    model = tiny_model()
+    space = consolidated(model, 2, rank="energy:0.9", eta=0.7, scaling="frobenius")
+    space.save(tmp_path / "space.safetensors")
+    return model, space, tmp_path / "space.safetensors"
+
+
+def assert_projects_alike(space, other):
+    assert space.projectors().keys() == other.projectors().keys()
+    for name, projector in other.projectors().items():
+        assert torch.equal(space.projectors()[name].dense(), projector.dense()), name
+
+
+def test_what_the_caller_did_not_give_is_the_files(saved):
+    model, space, path = saved
+    again = NullSpace(model)
+    again.load(path)
+    assert (again.setting.rank, again.setting.eta, again.setting.scaling) == ("energy:0.9", 0.7, "frobenius")
+    assert_projects_alike(again, space)
+
+
+ASKED = {
+    "eta": {"eta": 1.0},
+    "scaling": {"scaling": "none"},
+    "rank": {"rank": "energy:0.5"},
+    "all spectra at once": {"rank_over": "all"},
+    "storage": {"storage": "float64"},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_the_caller_gave_wins_over_the_file(saved, asked):
+    model, space, path = saved
+    again = NullSpace(model, **ASKED[asked])
+    again.load(path)
+    expected = consolidated(model, 2, **{"rank": "energy:0.9", "eta": 0.7, "scaling": "frobenius", **ASKED[asked]})
+    assert again.setting == expected.setting
+    assert_projects_alike(again, expected)
+    unlike = [not torch.equal(again.projectors()[n].dense(), p.dense()) for n, p in space.projectors().items()]
+    assert any(unlike)
+    ranks = {name: found.rank for name, found in again.decompositions().items()}
+    assert ranks == {name: found.rank for name, found in expected.decompositions().items()}
+
+
+@pytest.mark.parametrize("setting", ["paper", Setting(eta=0.3)], ids=["by name", "as a value"])
+def test_a_setting_that_is_given_is_given_in_all_its_fields(saved, setting):
+    model, _, path = saved
+    again = NullSpace(model, setting)
+    again.load(path)
+    assert again.setting == NullSpace(model, setting).setting
+    assert_projects_alike(again, consolidated(model, 2, setting=setting))
+
+
+def test_a_box_cannot_be_made_again(tiny_model, tmp_path):
+    model, path = tiny_model(), tmp_path / "space.safetensors"
+    consolidated(model, setting="exact", relax=0.05).save(path)
+    space = NullSpace(model, "exact", relax=0.2)
+    with pytest.raises(UserError, match=r"was saved with relax 0\.05, this one has 0\.2.*with relax=0\.05"):
+        space.load(path)
+    assert space.tasks == 0
+    with pytest.raises(UserError, match=r"saved under another setting: W_B"):
+        NullSpace(model).load(path)

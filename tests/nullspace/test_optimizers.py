@@ -103,7 +103,7 @@ def test_averaged_weights_stay_in_their_box(tiny_model):
         optimizer.train()
         teach(model, optimizer, steps=6, seed=100 * task)
         optimizer.eval()
-        for name, box in space.boxes().items():
+        for name, box in space.projected_step.boxes().items():
             A_log = model.get_parameter(name)
             assert (A_log >= box.lower - 1e-12).all() and (A_log <= box.upper + 1e-12).all()
         space.consolidate([doubles(task)])
@@ -128,7 +128,7 @@ def test_a_schedule_free_step_is_counted_once(tiny_model):
     teach(model, optimizer, steps=1)
     name = f"blocks.1.{OUT}"
     applied = (model.get_parameter(name) - start[name]).square().sum()
-    torch.testing.assert_close(space.moved_now()[name][2], applied.detach())
+    torch.testing.assert_close(space.update_energy()[name][2], applied.detach())
 
 
 def wrapper(space, **options):
@@ -275,7 +275,7 @@ def test_parameters_in_bfloat16_move_by_the_projected_step_rounded(tiny_model, s
     set_random_gradients(free, 0)
     space.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step()
     torch.optim.SGD(free.parameters(), lr=0.1).step()
-    parts = {part.name: part for _, part in space.parts()}
+    parts = {part.name: part for _, part in space.selection.parts()}
     for name, projector in space.projectors().items():
         part, parameter = parts[name], parts[name].parameter
         tables = (start[parameter], model.get_parameter(parameter), free.get_parameter(parameter))
@@ -284,5 +284,5 @@ def test_parameters_in_bfloat16_move_by_the_projected_step_rounded(tiny_model, s
         change, P = unprojected.float() - old.float(), projector.dense()
         expected = old.float() + (P @ change if part.side == "left" else change @ P)
         assert ((new - expected).abs() <= torch.finfo(new.dtype).eps * expected.abs() + 1e-6).all(), name
-    for name, box in space.boxes().items():
+    for name, box in space.projected_step.boxes().items():
         assert box.lower.dtype == A_dtype and torch.equal(model.get_parameter(name), start[name])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter_models import build
+from block_models import build
 from nullspace_help import images
 
 from mambacl.backbones import create_model
@@ -40,8 +40,8 @@ def test_bytes_are_those_held(name, setting, layers):
     space = NullSpace(model, setting, layers=layers, rank="fraction:0.75", covariances="cpu")
     plan = make_plan(space, inputs(0), protected=0.25)
     space.consolidate([inputs(0, 2)])
-    assert plan.projector_bytes == pytest.approx(space.bank.nbytes(), rel=0.1)
-    kept = {id(c): c.nbytes for one in space.gathered for c in one.covariances.values()}
+    assert plan.projector_bytes == pytest.approx(space.projected_step.nbytes(), rel=0.1)
+    kept = {id(c): c.nbytes for one in space.memory.statistics for c in one.covariances.values()}
     assert plan.covariance_bytes == sum(kept.values()) and plan.by_place()["cpu"] == plan.covariance_bytes
     assert plan.by_place() == {"device": plan.projector_bytes, "cpu": plan.covariance_bytes, "disk": 0}
 
@@ -66,7 +66,7 @@ def test_kernels_need_less_memory_in_a_step(tiny_model):
     space = NullSpace(tiny_model(), rank="fraction:0.75")
     plain, fast = (make_plan(space, images(1), protected=0.25, kernels=kernels) for kernels in (False, True))
     named = dict(space.model.named_parameters())
-    parts = {part.name: part.matrix(named[part.parameter]).shape for part, _ in space.projected()}
+    parts = {p.name: p.part.matrix(named[p.part.parameter]).shape for p in space.selection.projected()}
     held = 4 * sum(shape.numel() for shape in parts.values())
     out = [shape for name, shape in parts.items() if "out_proj" in name]
     assert fast.step_bytes == held + 4 * len(out) * out[0][1] * round(0.25 * out[0][2])

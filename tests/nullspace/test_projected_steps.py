@@ -85,7 +85,7 @@ OPTIMIZERS = {
 
 
 def project_by_hand(space, before, model):
-    """The change of every protected part times the whole matrix, from the paper's side."""
+    """The change of every protected part times the dense matrix, from the paper's side."""
     for name, projector in space.projectors().items():
         parameter, _, rows = name.rstrip("]").partition("[")
         rows = slice(*map(int, rows.split(":"))) if rows else slice(None)
@@ -212,7 +212,7 @@ def test_parameters_of_no_kind_are_left_to_the_optimizer(tiny_model):
     for network, wrap in ((model, space.wrap), (twin, lambda optimizer: optimizer)):
         set_random_gradients(network, seed=0)
         wrap(torch.optim.Adam(network.parameters(), lr=0.1)).step()
-    known = {part.parameter for _, part in space.parts()}
+    known = {part.parameter for _, part in space.selection.parts()}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, twin.get_parameter(name)) == (name not in known), name
 

@@ -10,7 +10,8 @@ from torch import nn
 from mambacl.backbones.defocus import Mixer, MixerConfig
 from mambacl.errors import UserError
 from mambacl.nullspace import PAPER_KINDS, SETTINGS, NullSpace, Rule, Setting, ablation
-from mambacl.nullspace.adapters import find_blocks
+from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.settings import given_rules
 
 
 def test_freeze_others_leaves_gradients_to_what_is_trained(tiny_model):
@@ -36,7 +37,7 @@ def test_ablation_projects_the_named_kinds_and_trains_all(tiny_model, projected)
     space = NullSpace(model, **ablation(*projected))
     assert space.trained_names() == NullSpace(model).trained_names()
     space.consolidate([images()])
-    kinds = {part.kind for _, part in space.parts() if part.name in space.projectors()}
+    kinds = {part.kind for _, part in space.selection.parts() if part.name in space.projectors()}
     assert kinds == set(projected)
     assert all(space.setting.rule(kind).feature == SETTINGS["paper"].rule(kind).feature for kind in PAPER_KINDS)
 
@@ -45,13 +46,13 @@ def test_without_projection_trains_the_same_freely(tiny_model):
     model = tiny_model()
     free = NullSpace(model, SETTINGS["paper"].without_projection())
     free.consolidate([images()])
-    assert free.protections() == [] and free.trained_names() == NullSpace(model).trained_names()
+    assert free.selection.protections == [] and free.trained_names() == NullSpace(model).trained_names()
 
 
 @pytest.mark.parametrize("blocks, expected", [(None, [0, 1, 2]), (1, [0]), (2, [0, 1]), ([2], [2]), ([0, 2], [0, 2])])
 def test_blocks_are_the_first_so_many_or_those_listed(tiny_model, blocks, expected):
     space = NullSpace(tiny_model(depth=3), blocks=blocks)
-    assert [block.name for block in space.blocks] == [f"blocks.{i}.mixer" for i in expected]
+    assert [block.name for block in space.selection.blocks] == [f"blocks.{i}.mixer" for i in expected]
     space.consolidate([images()])
     assert {int(name.split(".")[1]) for name in space.projectors()} == set(expected)
     assert {int(name.split(".")[1]) for name in space.trained_names()} == set(expected)
@@ -114,7 +115,7 @@ def test_wrong_settings_are_named_with_the_remedy(tiny_model, overrides, message
 
 
 def test_a_model_without_selective_ssm_is_refused():
-    with pytest.raises(UserError, match="no selective SSM that an adapter knows"):
+    with pytest.raises(UserError, match="no selective SSM that a block reader knows"):
         NullSpace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
 
 
@@ -125,7 +126,7 @@ def test_blocks_are_found_anywhere_in_a_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), mixer(), nn.ModuleDict({"inner": mixer()})["inner"])
     space = NullSpace(model)
-    assert [block.name for block in space.blocks] == ["1", "2"]
+    assert [block.name for block in space.selection.blocks] == ["1", "2"]
     space.consolidate([torch.randn(3, 4, 5)])
     assert "1.x_proj.weight[0:2]" in space.projectors() and "2.A_log" in space.projectors()
     assert [part.name for part in find_blocks(mixer())[0].parts][-1] == "out_proj.weight"
@@ -146,3 +147,43 @@ def test_values_of_the_wrong_kind_are_refused(tiny_model, wrong):
 def test_an_unknown_kind_in_an_ablation_is_refused():
     with pytest.raises(UserError, match="no kind 'W_x'"):
         ablation("W_x")
+
+
+# What a user says about W_dt
+
+
+@pytest.mark.parametrize("given", [{"trains": False}, Rule(trains=False, feature="dt")], ids=["mapping", "Rule"])
+def test_W_dt_stays_fixed_with_every_layer_if_the_user_says_so(tiny_model, given):
+    model = tiny_model()
+    names = [name for name, _ in model.named_parameters() if name.endswith("dt_proj.weight")]
+    usual, fixed = NullSpace(model, layers="all"), NullSpace(model, layers="all", W_dt=given)
+    assert set(names) <= set(usual.trained_names()) and set(names).isdisjoint(fixed.trained_names())
+    start = {name: model.get_parameter(name).detach().clone() for name in names}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fixed.wrap(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+    assert all(torch.equal(model.get_parameter(name), start[name]) for name in names)
+    free = NullSpace(model, fixed.setting.without_projection())
+    assert set(names).isdisjoint(free.trained_names())
+    assert set(names) <= set(NullSpace(model, usual.setting.without_projection()).trained_names())
+
+
+@pytest.mark.parametrize("text, trains", [("false", False), ("true", True), (False, False), (None, None)])
+def test_W_dt_is_understood_as_text(text, trains):
+    given = given_rules({"eta": 0.5, "W_dt": {"trains": text}})
+    assert given == {"eta": 0.5, "W_dt": {"trains": text} | ({} if trains is None else {"projected": trains})}
+
+
+def test_options_and_stored_runs_say_it_alike():
+    """A run's config.yaml of before has W_dt as it was by default, which trains with every layer."""
+    from mambacl.config import from_dict, resolve
+
+    usual = resolve(None, {"nullspace.layers": "all"})
+    assert usual.nullspace.W_dt == Rule(trains=False, feature="dt") and usual.nullspace.rule("W_dt").trains
+    fixed = resolve(None, {"nullspace.layers": "all", "nullspace.W_dt.trains": False})
+    assert not fixed.nullspace.rule("W_dt").trains
+    again = resolve({"nullspace": dataclasses.asdict(fixed.nullspace)}, {"nullspace.W_dt.trains": True})
+    assert again.nullspace.rule("W_dt") == Rule(trains=True, projected=True, feature="dt")
+    for config in (usual, fixed):
+        assert from_dict(dataclasses.asdict(config)).nullspace == config.nullspace
+        assert resolve(dataclasses.asdict(config), {}).nullspace == config.nullspace

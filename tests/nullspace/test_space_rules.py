@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from adapter_models import build
+from block_models import build
 from nullspace_help import A_LOG, OUT, X_PROJ, images, set_random_gradients, snapshot
 from tasks_help import one_sentence
 from torch import nn
@@ -63,8 +63,8 @@ def test_a_space_pools_each_feature_over_its_blocks(family):
     model, inputs, _ = build(family)
     space = NullSpace(model, rank="energy:0.9", rank_over="all")
     space.consolidate([inputs(0, 2)])
-    features = {protection.name: protection.feature for protection in space.protections()}
-    blocks = {part.name: block.name for block, part in space.parts()}
+    features = {protection.name: protection.label for protection in space.selection.protections}
+    blocks = {part.name: block.name for block, part in space.selection.parts()}
     different = 0
     for feature in set(features.values()):
         alike = {}
@@ -135,7 +135,7 @@ def test_a_step_size_that_is_no_number_is_named_with_its_block(tiny_model):
         model.blocks[1].mixer.dt_proj.bias[3] = float("nan")
     with pytest.raises(UserError, match=r"The feature .*delta.* of blocks\.1\.mixer holds NaN"):
         space.consolidate([images()])
-    assert space.tasks == 0 and not space.boxes()
+    assert space.tasks == 0 and not space.projected_step.boxes()
 
 
 # What every layer means
@@ -165,7 +165,7 @@ def test_others_train_when_they_should(tiny_model, others, words):
     model = tiny_model()
     space = NullSpace(model, layers="all", others=others)
     assert re.search(rf"^  others .* tensors, {words}$", space.describe(), re.M)
-    names = [name for name in snapshot(model) if not any(part.parameter == name for _, part in space.parts())]
+    names = [name for name in snapshot(model) if not any(part.parameter == name for _, part in space.selection.parts())]
     assert "cls_token" in names and "blocks.0.norm.weight" in names and "blocks.0.mixer.D" in names
     assert set(names).isdisjoint(space.trained_names()) == (others == "fixed")
     optimizer = space.wrap(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -195,3 +195,44 @@ def test_without_every_layer_others_are_none_of_its_business(tiny_model):
         space = NullSpace(model, others=others)
         assert "others" not in space.describe()
         assert {name.split(".", 2)[2] for name in space.trained_names()} == {X_PROJ, A_LOG, OUT}
+
+
+# Parameters that a model gets later
+
+
+@pytest.mark.parametrize("way", ["a new optimizer", "a new group"])
+@pytest.mark.parametrize("others", ["first-task", "fixed"])
+def test_a_head_added_later_trains_freely_and_is_named(tiny_model, caplog, others, way):
+    caplog.set_level("WARNING", logger="mambacl")
+    model = tiny_model().double()
+    space = NullSpace(model, "exact", layers="all", others=others)
+    optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.1))
+    space.consolidate([images(1, dtype=torch.float64)])
+    assert not caplog.text
+    model.second = nn.Linear(model.num_features, 3).double()
+    if way == "a new group":
+        optimizer.add_param_group({"params": list(model.second.parameters())})
+    else:
+        optimizer = space.wrap(torch.optim.SGD([*space.parameters(), *model.second.parameters()], lr=0.1))
+    space.freeze_others()
+    assert model.second.weight.requires_grad and "second.weight" not in space.trained_names()
+    start = snapshot(model)
+    set_random_gradients(model, 0)
+    optimizer.step()
+    for name in ("second.weight", "second.bias"):  # the optimizer's step
+        parameter = model.get_parameter(name)
+        torch.testing.assert_close(parameter.detach(), start[name] - 0.1 * parameter.grad)
+    assert torch.equal(model.blocks[0].norm.weight, start["blocks.0.norm.weight"])  # others stay
+    assert "2 parameters that it did not have when the NullSpace was built (second.weight, second.bias)" in caplog.text
+    assert "leave=[...]" in caplog.text
+    space.consolidate([images(1, seed=1, dtype=torch.float64)])  # nobody asks the new layer for its features
+
+
+def test_a_head_added_to_a_module_that_is_left_needs_no_warning(tiny_model, caplog):
+    caplog.set_level("WARNING", logger="mambacl")
+    model = tiny_model()
+    model.heads = nn.ModuleList()
+    space = NullSpace(model, layers="all", leave="heads")
+    model.heads.append(nn.Linear(model.num_features, 2))
+    space.wrap(torch.optim.SGD([*space.parameters(), *model.heads.parameters()], lr=0.1))
+    assert not caplog.text

@@ -1,10 +1,10 @@
-"""Tasks taken back and brought together, where covariances are kept, one threshold for all blocks, and whole states."""
+"""Tasks taken back and merged, where covariances are kept, one threshold for all blocks, and complete states."""
 
 import gc
 
 import pytest
 import torch
-from adapter_models import build
+from block_models import build
 from nullspace_help import images, set_random_gradients, snapshot
 from tasks_help import assert_same_protection, copied, one_sentence, same, space_of
 
@@ -36,7 +36,7 @@ def test_after_forgetting_it_goes_on(tiny_model):
     assert_same_protection(space, never)
     for _ in range(3):
         space.forget(0)
-    assert space.tasks == 0 and not space.projectors() and not space.boxes() and not space.covariances()
+    assert space.tasks == 0 and not space.projectors() and not space.projected_step.boxes() and not space.covariances()
     space.consolidate([images(seed=3)])
     assert space.tasks == 1
 
@@ -91,11 +91,11 @@ def test_only_tasks_that_were_can_be_forgotten(tiny_model, task):
 )  # fmt: skip
 def test_merged_spaces_are_one_that_saw_both(tiny_model, kind, keep_tasks):
     model = tiny_model()
-    whole = space_of(model, range(3), kind, keep_tasks=keep_tasks)
+    both = space_of(model, range(3), kind, keep_tasks=keep_tasks)
     first, second = (space_of(model, tasks, kind, keep_tasks=keep_tasks) for tasks in ((0, 1), (2,)))
     kept = copied(second)
     first.merge(second)
-    assert_same_protection(first, whole)
+    assert_same_protection(first, both)
     assert same(second.state_dict(), kept)
     first.consolidate([images(seed=5)])
     assert same(second.state_dict(), kept)  # nothing is shared
@@ -130,12 +130,12 @@ def test_boxes_are_intersected(tiny_model):
     model, other = tiny_model(), tiny_model()
     first = space_of(model, (0,), "boxes")
     with torch.no_grad():
-        for name, limits in first.boxes().items():  # the branch moved a little, inside the first box
+        for name, limits in first.projected_step.boxes().items():  # the branch moved a little, inside the first box
             other.get_parameter(name).add_(0.3 * (limits.upper - limits.lower).clamp(max=0.1) / 2)
     second = space_of(other, (1,), "boxes")
-    mine, theirs = first.boxes(), second.boxes()
+    mine, theirs = first.projected_step.boxes(), second.projected_step.boxes()
     first.merge(second)
-    for name, limits in first.boxes().items():
+    for name, limits in first.projected_step.boxes().items():
         assert torch.equal(limits.lower, torch.maximum(mine[name].lower, theirs[name].lower))
         assert torch.equal(limits.upper, torch.minimum(mine[name].upper, theirs[name].upper))
 
@@ -157,11 +157,11 @@ def test_histories_are_joined(tiny_model):
         set_random_gradients(model, number)
         space.wrap(torch.optim.SGD(space.parameters(), lr=0.01 * (number + 1))).step()
         space.consolidate([images(seed=5)])
-    histories = [list(space.moved) for space in spaces]
+    histories = [list(space.memory.update_energy) for space in spaces]
     spaces[0].merge(spaces[1])
-    assert spaces[0].tasks == 4 == len(spaces[0].moved)
+    assert spaces[0].tasks == 4 == len(spaces[0].memory.update_energy)
     joined = [*histories[0], *histories[1]]
-    assert all(same(one, other) for one, other in zip(spaces[0].moved, joined, strict=True))
+    assert all(same(one, other) for one, other in zip(spaces[0].memory.update_energy, joined, strict=True))
 
 
 OTHERS = {
@@ -222,12 +222,12 @@ def test_counts_since_the_last_consolidation_outlive_a_merge(tiny_model, way):
     space, other = (space_of(model, tasks, "exact", keep_tasks=True) for tasks in (mine, (4,)))
     set_random_gradients(model, 0)
     space.wrap(torch.optim.SGD(space.parameters(), lr=0.01)).step()
-    counts = space.moved_now()
+    counts = space.update_energy()
     if way == "merge":
         space.merge(other)
     else:
         space.forget(0)
-    for name, after in space.moved_now().items():
+    for name, after in space.update_energy().items():
         torch.testing.assert_close(after, counts[name], msg=name)
 
 
@@ -346,7 +346,7 @@ def test_a_state_comes_back_whole(tmp_path, kind, keep_tasks, way):
         one.consolidate([inputs(9)])
         before = {name: tensor.clone() for name, tensor in snapshot(model).items()}
         moved = {name: tensor + 0.01 for name, tensor in before.items()}
-        one.project(before, moved)
+        one.projected_step.project(before, moved)
         after.append(moved)
     assert_same_protection(again, space)
     assert same(*after)
@@ -370,16 +370,18 @@ def test_the_history_of_updates_comes_back(tiny_model):
         space.consolidate([images(1, seed=task)])
     again = space_of(model, (), "boxes")
     again.load_state_dict(copied(space))
-    assert len(again.moved) == 3 == again.tasks
+    assert len(again.memory.update_energy) == 3 == again.tasks
     for task in (1, 2):
-        assert same(again.moved[task], space.moved[task]) and all(m[0] > 0 for m in again.moved[task].values())
-    assert not any(counts.any() for counts in again.moved[0].values())  # nothing was protected before the first
+        found = again.update_energy(task)
+        assert same(found, space.update_energy(task)) and all(energy[0] > 0 for energy in found.values())
+    assert not any(counts.any() for counts in again.update_energy(0).values())  # nothing was protected before the first
 
 
 def test_an_empty_state_empties(tiny_model):
     space = space_of(tiny_model(), range(2), "exact")
     space.load_state_dict(space_of(tiny_model(), (), "exact").state_dict())
-    assert space.tasks == 0 and not space.projectors() and not space.boxes() and not space.moved
+    assert space.tasks == 0 and not space.projectors() and not space.projected_step.boxes()
+    assert not space.memory.update_energy
 
 
 def test_a_state_of_another_architecture_is_refused_by_the_names_that_differ():
@@ -390,8 +392,8 @@ def test_a_state_of_another_architecture_is_refused_by_the_names_that_differ():
     before = copied(other)
     with pytest.raises(UserError, match="names on one side only: ") as error:
         other.load_state_dict(space.state_dict())
-    listed = str(error.value).split("only: ")[1].removesuffix(", ....").split(", ")
-    assert set(listed) <= set(space.state_dict()) ^ set(before) and len(listed) == 6
+    shown = str(error.value).split("only: ")[1].removesuffix(", ....").split(", ")
+    assert set(shown) <= set(space.state_dict()) ^ set(before) and len(shown) == 6
     assert same(other.state_dict(), before)
 
 

@@ -278,15 +278,16 @@ class TestOnTheGpu:
     @pytest.mark.parametrize(("batch", "length", "width"), [(4, 577, 2048), (8, 197, 768), (16, 65, 384)])
     def test_real_sizes(self, batch: int, length: int, width: int, dtype: torch.dtype) -> None:
         shape, tolerance = (batch, length, width), TOLERANCES[dtype]
-        conv = [half(*shape, dtype=dtype), normal(width, 4, dtype=torch.float32), normal(width, dtype=torch.float32)]
-        compare(ops.causal_conv_silu, conv.causal_conv_silu_plain, conv, 2 * tolerance)
-        gate = [normal(*shape, dtype=torch.float32), conv[0], conv[2], half(*shape, dtype=dtype)]
+        x, bias = half(*shape, dtype=dtype), normal(width, dtype=torch.float32)
+        taps = normal(width, 4, dtype=torch.float32)
+        compare(ops.causal_conv_silu, conv.causal_conv_silu_plain, [x, taps, bias], 2 * tolerance)
+        gated = [normal(*shape, dtype=torch.float32), x, bias, half(*shape, dtype=dtype)]
         options = {"group": 64, "eps": 1e-6}
         compare(
-            partial(ops.gated_group_norm, **options), partial(gate.gated_group_norm_plain, **options), gate, tolerance
+            partial(ops.gated_group_norm, **options), partial(gate.gated_group_norm_plain, **options), gated, tolerance
         )
         norms = partial(ops.rms_norm, eps=1e-5), partial(norm.rms_norm_plain, eps=1e-5)
-        compare(*norms, [conv[0], conv[2]], 2 * tolerance)
+        compare(*norms, [x, bias], 2 * tolerance)
 
     def test_more_than_two_to_the_31_elements(self) -> None:
         if torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:

@@ -17,8 +17,8 @@ from mambacl.paper import runner, table_names
 from mambacl.paper.designs import CIFAR, DESIGNS, FASHION, FIGURES, PlannedRun, planned
 from mambacl.paper.losses import read_losses
 from mambacl.paper.rendering import render
+from mambacl.training.identity import differences
 from mambacl.training.loop import Loop
-from mambacl.training.run import differences
 
 MAIN = ["imagenet-r-10", "imagenet-r-20", "cifar100-10", "domainnet-s200-10"]
 BLOCKS = CONFIG["backbone_options"]

@@ -8,10 +8,10 @@ import pytest
 
 from mambacl.cli import main
 from mambacl.errors import UserError
+from mambacl.paper.comparison import compare_with_paper
 from mambacl.reports import comparison_table, write_report
 from mambacl.reports.importing import import_records, read_matrices
-from mambacl.reports.matrix_files import MatrixOf
-from mambacl.reports.paper_table import compare_with_paper
+from mambacl.reports.matrix_files import ImportedMatrix
 from mambacl.reports.rendering import to_text
 
 ROWS = ((0.9,), (0.6, 0.8), (0.8, 0.5, 0.9))
@@ -46,7 +46,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def rows(matrix: MatrixOf) -> tuple[tuple[float, ...], ...]:
+def rows(matrix: ImportedMatrix) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(round(value, 9) for value in row) for row in matrix.rows)
 
 

@@ -21,20 +21,20 @@ from PIL import Image
 from reports_help import make_run
 
 from mambacl.errors import UserError
-from mambacl.evaluation import accuracy_over_images, accuracy_over_tasks, all_metrics
 from mambacl.nullspace import NullSpace
+from mambacl.paper.comparison import compare_with_paper
+from mambacl.paper.page import write_paper_table
 from mambacl.paper.rendering import figure_page
 from mambacl.reports import comparison_table, figures, load_run, write_report
-from mambacl.reports.families import spectrum_families
 from mambacl.reports.groups import Value, group_runs
-from mambacl.reports.paper_page import write_paper_table
-from mambacl.reports.paper_table import compare_with_paper
 from mambacl.reports.rendering import latex_escaped, markdown_escaped, to_csv, to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
+from mambacl.reports.spectra import spectra_by_feature
 from mambacl.reports.spectra_figures import Panel
 from mambacl.reports.tables import Column, Table
 from mambacl.reports.templating import render
 from mambacl.tensorfile import write_tensors
+from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
 
 HOSTILE = '<img src="http://evil.example/x.png" onerror=alert(1)> & "quoted" | 50% \\_'
 TWO_TASKS = {0: [[90], [80, 45]], 1: [[92], [84, 46]], 2: [[94], [82, 50]]}  # of 100 and 50 images
@@ -386,7 +386,7 @@ def test_spectra_are_read_with_ranks_and_put_in_families(tmp_path, space_state):
     for part, (values, rank) in run.spectra.items():
         assert values == pytest.approx(space_state[f"{part}.spectrum"].numpy())
         assert rank == int(space_state[f"{part}.rank"])
-    families = spectrum_families(run)
+    families = spectra_by_feature(run)
     assert [family.roles for family in families] == [("W_delta", "W_C"), ("W_B",), ("A",), ("out",)]
     assert all(list(family.spectra) == ["0", "1"] for family in families)
 
@@ -400,7 +400,7 @@ def test_the_setting_says_which_rows_are_projected(tmp_path):
         state[f"layers.{block}.mixer.x_proj.weight[4:8].rank"] = torch.tensor(1)
     folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
     write_tensors(folder / "checkpoints" / "task-01.safetensors", state, {"setting": setting})
-    (family,) = spectrum_families(load_run(folder))
+    (family,) = spectra_by_feature(load_run(folder))
     assert family.roles == ("W_B",) and family.feature == "delta-x" and "|delta|^2" in family.meaning
     assert list(family.spectra) == ["9", "10"]
 

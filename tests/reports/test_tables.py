@@ -11,13 +11,13 @@ import yaml
 
 from mambacl.cli import main
 from mambacl.errors import UserError
-from mambacl.evaluation import all_metrics
 from mambacl.nullspace.settings import PAPER_KINDS
 from mambacl.paper import paper_table, table_names
-from mambacl.reports.paper_page import as_table, long_csv, paper_page, write_paper_table
-from mambacl.reports.paper_table import Line, Names, benchmark_of, compare_with_paper, projections
+from mambacl.paper.comparison import Line, MetricNames, benchmark_of, compare_with_paper, projections
+from mambacl.paper.page import as_table, long_csv, paper_page, write_paper_table
 from mambacl.reports.rendering import to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord, load_run
+from mambacl.training.metrics import all_metrics
 
 LARGE = "defocus_mamba_large_22k"
 SEEDS = {0: 80, 1: 82, 2: 84}  # right images of each 100 on every task; 90 when just learned
@@ -47,7 +47,9 @@ def make_run(
 
 
 def line(name: str, records: list[RunRecord], starts: str, **names: str) -> Line:
-    found = [line for line in compare_with_paper(name, records, Names(**names)).lines if line.name.startswith(starts)]
+    found = [
+        line for line in compare_with_paper(name, records, MetricNames(**names)).lines if line.name.startswith(starts)
+    ]
     assert len(found) == 1, [line.name for line in found]
     return found[0]
 
@@ -100,7 +102,7 @@ def test_other_metrics_by_name(seeds: list[RunRecord]) -> None:
     key = ("cifar100-10", "forgetting")
     assert line("main", seeds, "Mamba-CL", forgetting="backward_transfer").ours[key].mean == pytest.approx(-8.0)
     with pytest.raises(UserError, match=r"no metric 'forgeting'. Did you mean 'forgetting'"):
-        Names(forgetting="forgeting")
+        MetricNames(forgetting="forgeting")
 
 
 def test_a_metric_that_an_old_run_has_not_stored_is_counted(seeds: list[RunRecord]) -> None:

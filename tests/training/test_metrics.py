@@ -1,23 +1,24 @@
 """Metrics on recorded and on hand-made matrices."""
 
 import json
+import math
 import random
-import re
 from pathlib import Path
 
 import pytest
 
-from mambacl.evaluation import all_metrics
-from mambacl.evaluation.metrics import (
+from mambacl.training.metrics import (
     METRICS,
-    OVER_IMAGES,
     accuracy_matrix,
     accuracy_over_images,
     accuracy_over_tasks,
+    all_metrics,
     forgetting,
+    forgetting_by_task,
     forgetting_public,
+    list_metrics,
+    mean,
 )
-from mambacl.reports.tables import FORMULAS
 
 CORRECT = [[9], [6, 16], [8, 10, 27]]
 TOTAL = [10, 20, 30]
@@ -76,21 +77,28 @@ def test_properties_of_any_matrix() -> None:
         assert again == {name: pytest.approx(value) for name, value in found.items()}
         # R alone gives all but those over images, and those too where the tasks are of one size
         alone = all_metrics(accuracy_matrix(correct, total), [1] * tasks)
-        assert all(alone[name] == pytest.approx(found[name]) for name in METRICS if name not in OVER_IMAGES)
+        assert all(alone[m.name] == pytest.approx(found[m.name]) for m in list_metrics() if m.needs == "R")
         assert alone["final_accuracy_images"] == pytest.approx(alone["final_accuracy_tasks"])
 
 
-def test_every_metric_has_a_formula_here_and_in_the_documentation() -> None:
+def test_the_documentation_lists_every_metric_as_the_registry_has_it() -> None:
     words = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for name, metric in METRICS.items():
-        assert f"`{name}`" in words and name in FORMULAS
-        assert re.search(r"mean_|sum_", metric.__doc__ or ""), name
+    rows = "\n".join(f"| `{metric.name}` | {metric.formula} | {metric.used_by} |" for metric in list_metrics())
+    assert f"| name | formula | used by |\n|---|---|---|\n{rows}\n\n" in words
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_one_task_forgets_nothing(metric: str) -> None:
-    value = METRICS[metric]([[7]], [10])
-    assert value == (0.7 if "accuracy" in metric else 0.0)
+@pytest.mark.parametrize("name", METRICS.names())
+def test_one_task_forgets_nothing(name: str) -> None:
+    value = METRICS.get(name).function([[7]], [10])
+    assert value == (0.7 if "accuracy" in name else 0.0)
+
+
+def test_a_task_without_test_images_counts_in_no_mean() -> None:
+    correct, total = [[9], [8, 0], [5, 0, 30]], [10, 0, 40]
+    assert accuracy_over_tasks(correct, total) == pytest.approx([0.9, 0.8, (0.5 + 0.75) / 2])
+    assert forgetting_by_task(correct, total)[0] == pytest.approx(0.4)
+    assert forgetting(correct, total) == pytest.approx(0.4)
+    assert mean([]) == 0.0 and math.isnan(mean([math.nan])) and math.isnan(accuracy_over_images([[0]], [0])[0])
 
 
 def test_no_task_yet() -> None:

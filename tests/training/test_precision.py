@@ -10,7 +10,7 @@ from small_run import CONFIG
 
 import mambacl
 from mambacl.precision import float32_products, named
-from mambacl.training import run as runs
+from mambacl.training import api
 from mambacl.training.folder import RunFolder
 
 MATMUL = torch.backends.cuda.matmul
@@ -78,7 +78,7 @@ def test_a_run_keeps_the_precision_that_auto_was_when_it_began(tmp_path: Path, m
     results = json.loads((out / "results.json").read_text())
     (out / "results.json").write_text(json.dumps({**results, "status": "interrupted"}))
 
-    monkeypatch.setattr(runs, "named", lambda precision, device: "bf16")  # as on another machine
+    monkeypatch.setattr(api, "named", lambda precision, device: "bf16")  # as on another machine
     again = mambacl.train(small, precision="auto", device="cpu", out=str(out))
     assert again.trained and again.results["precision"] == "float32"
     assert mambacl.resume(out).results["correct"] == run.results["correct"]

@@ -14,13 +14,13 @@ from small_run import CONFIG
 from torch import Tensor, nn
 
 import mambacl
-from mambacl.evaluation import all_metrics
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
 from mambacl.training import checkpoints, loop
 from mambacl.training.background import Background
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import make_optimizer
+from mambacl.training.metrics import all_metrics
 from mambacl.training.recipe import Recipe
 from mambacl.training.step import WARM_UP, Recorder, TrainingStep, rates_are_tensors
 

@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_run import CONFIG
 from tolerance import assert_counts_alike
 from training_help import assert_same_run, final_parameters, interrupted_after
 
 import mambacl
+from mambacl.classifiers import CLASSIFIERS
 from mambacl.config import resolve
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.training import checkpoints
-from mambacl.training import run as run_module
+from mambacl.training.execution import terminable
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError, make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
@@ -104,19 +106,51 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS.names())
+@pytest.mark.parametrize(
+    "method, classifier",
+    [
+        *((method, "auto") for method in METHODS.names()),
+        *((method, name) for method in METHODS.names() if method != "ease" for name in CLASSIFIERS.names()),
+    ],
+)
 @pytest.mark.usefixtures("few_test_images")
-def test_every_method_trains_resumes_and_evaluates(method: str, tmp_path: Path) -> None:
+def test_every_method_trains_resumes_and_evaluates(method: str, classifier: str, tmp_path: Path) -> None:
+    """With its own classifier and with every other; EASE answers with its own prototypes."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(whole, method=method)
+    train(whole, method=method, classifier=classifier)
     with interrupted_after(7):
-        train(broken, method=method)
+        train(broken, method=method, classifier=classifier)
     mambacl.resume(broken)
     assert_same_run(whole, broken)
     evaluation = mambacl.evaluate(whole)
     assert evaluation.counted == evaluation.recorded
     evaluation = mambacl.evaluate(whole, batch_size=7)  # the batch plays no part in a prediction
     assert_counts_alike(evaluation.counted, evaluation.recorded)
+
+
+def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
+    """It answers; what trains is the same. Its statistics are a part of the task's state."""
+    run = train(tmp_path / "run", classifier="nearest-mean")
+    ours, theirs = final_parameters(run.folder), final_parameters(uninterrupted)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    results = json.loads((uninterrupted / "results.json").read_text())
+    assert run.results["classifier"] == "nearest-mean" and run.results["correct"] != results["correct"]
+    assert run.results["seconds"]["classifier"] > 0 and "classifier" not in results
+    state = load_file(run.folder / "checkpoints" / "task-02.safetensors")
+    assert state["classifier/counts"].tolist() == [8] * 10
+    with pytest.raises(UserError, match=r"no classifier 'nearest'. Did you mean 'nearest-mean'"):
+        train(tmp_path / "other", classifier="nearest")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_folder_from_before_classifiers_had_names_resumes(uninterrupted: Path, tmp_path: Path) -> None:
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("classifier")]
+    path.write_text("\n".join(lines) + "\n")
+    mambacl.resume(tmp_path / "run")
+    assert_same_run(uninterrupted, tmp_path / "run")
 
 
 def test_frozen_trains_the_heads_only(tmp_path: Path) -> None:
@@ -359,7 +393,7 @@ def test_overrides_of_the_python_interface_nest_and_have_dots() -> None:
 
 def test_a_worker_that_is_told_to_end_does_not_keep_the_runs_lock():
     """Workers inherit the handler of SIGTERM; one that only raised in them could leave them, and the lock, behind."""
-    with run_module._terminable():
+    with terminable():
         worker = os.fork()
         if worker == 0:
             while True:

@@ -180,6 +180,7 @@ class DefocusMamba(nn.Module):
             "std": (0.229, 0.224, 0.225),
             "crop_pct": 224 / 256,
             "interpolation": "bicubic",
+            "classifier": ("head", "head2"),
         }
         self.patch_embed = PatchEmbed(config.patch_size, config.embed_dim, 2 if config.patch_embed_change_res else 1)
         self.grid_size = config.img_size // config.patch_size
@@ -208,8 +209,11 @@ class DefocusMamba(nn.Module):
                 if parameter is not None:
                     nn.init.trunc_normal_(parameter, std=0.02)
 
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for so many classes; 0 removes it."""
+        """A new head for that many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         like = self.norm.weight

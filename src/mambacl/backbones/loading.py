@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from safetensors import SafetensorError
@@ -20,8 +21,6 @@ from mambacl.backbones.unpickling import find_state_dict, read_checkpoint
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.tensorfile import replacing
-
-HEADS = ("head.", "head2.", "classifier.head.")  # may differ from the file: another number of classes, or none
 
 
 @dataclass
@@ -82,11 +81,20 @@ def convert(source: Path, destination: Path, key: str | None = None) -> Account:
     return Account(source, loaded=list(tensors), inert=inert)
 
 
+def classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """What the names of a model's classifier begin with, from timm's `default_cfg["classifier"]`. These tensors may
+    differ from a file's: another number of classes, or none."""
+    config: Any = getattr(model, "default_cfg", {})
+    modules = config.get("classifier", "head")
+    return tuple(f"{name}." for name in ((modules,) if isinstance(modules, str) else modules))
+
+
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Account:
     """Loads a file into a model, which may adapt its names and shapes. A backbone tensor that is missing or of another
-    shape is an error; heads may differ, and batch norms start counting anew where the file does not count."""
+    shape is an error; the classifier may differ, and batch norms start counting from 0 where the file does not
+    count."""
     stored, inert = read_weights(path, key)
-    account = Account(Path(path), inert=inert)
+    account, heads = Account(Path(path), inert=inert), classifier_names(model)
     own = model.state_dict()
     adapt = getattr(model, "adapt_state", None)
     tensors = stored if adapt is None else adapt(dict(stored))
@@ -96,7 +104,7 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
             account.unexpected.append(name)
             continue
         if tensor.shape != own[name].shape:
-            fitted = _fitted(name, tensor, own[name])
+            fitted = None if name.startswith(heads) else _fitted(name, tensor, own[name])
             if fitted is None:
                 account.unexpected.append(name)
                 continue
@@ -105,7 +113,7 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
         own[name] = tensor
         account.loaded.append(name)
     account.missing = [name for name in own if name not in account.loaded]
-    lost = [n for n in account.missing if not n.startswith(HEADS) and not n.endswith("num_batches_tracked")]
+    lost = [n for n in account.missing if not n.startswith(heads) and not n.endswith("num_batches_tracked")]
     if lost:
         shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise UserError(
@@ -130,7 +138,7 @@ def _account_for_adapting(account: Account, stored: dict[str, Tensor], adapted: 
         if source is not None and adapted[name].shape != stored[source].shape:
             account.reshaped.append(name)
     used = set(sources.values())
-    if None not in used:  # else one was computed anew, and from which others cannot be told
+    if None not in used:  # else one was computed, and from which others cannot be told
         account.dropped = [name for name in stored if name not in used]
 
 
@@ -138,7 +146,7 @@ def _fitted(name: str, tensor: Tensor, wanted: Tensor) -> Tensor | None:
     """A tensor of the file in the model's shape, where that is a matter of layout or resolution; else None."""
     if name == "pos_embed" and tensor.dim() == 3 and tensor.shape[-1] == wanted.shape[-1]:
         return _resized_positions(tensor, wanted.shape[1])
-    if name.startswith(HEADS) or tensor.numel() != wanted.numel():
+    if tensor.numel() != wanted.numel():
         return None
     squeezed = [n for n in tensor.shape if n != 1]
     return tensor.reshape(wanted.shape) if squeezed == [n for n in wanted.shape if n != 1] else None

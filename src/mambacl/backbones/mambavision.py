@@ -54,7 +54,7 @@ class MambaVisionConfig:
             given = getattr(self, name)
             whole = isinstance(given, (tuple, list)) and all(type(n) is int and n > 0 for n in given)
             if not whole or len(given) != 4:
-                raise UserError(f"{name} must be four positive whole numbers, one a stage, got {given!r}.")
+                raise UserError(f"{name} must be four positive whole numbers, one per stage, got {given!r}.")
             object.__setattr__(self, name, tuple(given))
         for stage in (2, 3):
             width, heads = self.dim * 2**stage, self.num_heads[stage]
@@ -260,6 +260,7 @@ class MambaVision(nn.Module):
             "std": (0.229, 0.224, 0.225),
             "crop_pct": config.crop_pct,
             "interpolation": "bicubic",
+            "classifier": "head",
         }
         self.patch_embed = Stem(config)
         last = max(1, sum(config.depths) - 1)
@@ -278,8 +279,11 @@ class MambaVision(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for so many classes; 0 removes it."""
+        """A new head for that many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()

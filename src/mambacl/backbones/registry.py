@@ -41,12 +41,12 @@ def list_models() -> list[str]:
 
 
 def create_model(
-    name: str, num_classes: int | None = None, pretrained: bool | str | Path = False, **config: Any
+    name: str, pretrained: bool | str | Path = False, *, num_classes: int | None = None, **config: Any
 ) -> nn.Module:
     """A backbone by name.
 
-    `num_classes`: 0 for none (the output is the pooled feature). `pretrained`: True for the public weights of that
-    size, or the path of a checkpoint (.safetensors, or a public .pth). `config`: overrides by name, nested ones as a
+    `pretrained`: True for the public weights of that size, or the path of a checkpoint (.safetensors, or a public
+    .pth). `num_classes`: 0 for none (the output is the pooled feature). `config`: overrides by name, nested ones as a
     mapping.
     """
     entry = MODELS.get(name)

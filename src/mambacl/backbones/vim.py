@@ -206,7 +206,7 @@ class Vim(nn.Module):
     """Vim with a head, or with none (`num_classes` = 0).
 
     Images may have any size that divides into patches, rectangles too: where it is not `img_size`, the position
-    embedding is interpolated to their grid in each forward, as it is once when a file of another size is loaded.
+    embedding is interpolated to their grid in each forward, and once when a file of another size is loaded.
     """
 
     def __init__(self, config: VimConfig) -> None:
@@ -220,6 +220,7 @@ class Vim(nn.Module):
             "std": (0.229, 0.224, 0.225),
             "crop_pct": 0.875,
             "interpolation": "bicubic",
+            "classifier": "head",
         }
         self.grid_size = config.grid(config.img_size, config.img_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim))
@@ -234,8 +235,11 @@ class Vim(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         self.reset_classifier(config.num_classes)
 
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for so many classes; 0 removes it."""
+        """A new head for that many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         self.head: nn.Module = nn.Identity()

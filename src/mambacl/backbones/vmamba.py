@@ -283,6 +283,7 @@ class VMamba(nn.Module):
             "std": (0.229, 0.224, 0.225),
             "crop_pct": 224 / 256,
             "interpolation": "bicubic",
+            "classifier": "classifier.head",
         }
         self.patch_embed = _patch_embed(config)
         total = sum(config.depths)
@@ -297,8 +298,11 @@ class VMamba(nn.Module):
         self.set_grad_checkpointing(config.use_checkpoint)
         self.apply(_initialize)
 
+    def get_classifier(self) -> nn.Module:
+        return self.classifier["head"]
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for so many classes; 0 removes it."""
+        """A new head for that many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
@@ -326,7 +330,7 @@ class VMamba(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A public file's tensors by this model's names, in its shapes; what has no place here stays as it is."""
+        """A public file's tensors by this model's names, in its shapes; what has no place here is not changed."""
         own = self.state_dict()
         adapted = {}
         for name, tensor in tensors.items():
@@ -360,7 +364,7 @@ RENAMED = (
 
 
 def _laid_out(tensor: Tensor, wanted: Tensor) -> Tensor:
-    """The same weights in the wanted layout: no longer a 1 x 1 convolution, the directions on an axis of their own."""
+    """The same weights in the wanted layout: no longer a 1 x 1 convolution, the directions on a separate axis."""
     if tensor.dim() == 4 and wanted.dim() < 4 and tensor.shape[2:] == (1, 1):
         tensor = tensor.flatten(1)
     if wanted.dim() == 3 and tensor.shape == wanted.flatten(0, 1).shape:

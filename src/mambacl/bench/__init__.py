@@ -21,7 +21,7 @@ from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.registry import did_you_mean
 from mambacl.tensorfile import write_bytes
-from mambacl.training.run import pick_device
+from mambacl.training.build import pick_device
 
 __all__ = ["PARTS", "SHAPES", "Result", "bench", "measure"]
 

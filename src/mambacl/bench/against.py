@@ -25,7 +25,7 @@ from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape
 from mambacl.bench.timing import Clock
 from mambacl.errors import UserError
 from mambacl.tensorfile import write_bytes
-from mambacl.training.run import pick_device
+from mambacl.training.build import pick_device
 
 SECONDS = 10.0  # for the rounds of a shape, about
 HIDDEN = ("shape", "size")  # said in the title

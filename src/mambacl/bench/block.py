@@ -31,7 +31,7 @@ def _rows(clock: Clock, case: Case, name: str, batch: int) -> list[Row]:
     model = build(case, clock.device)
     space = NullSpace(model, setting("paper"))
     space.freeze_others()
-    block = model.get_submodule(space.blocks[-1].name.rpartition(".")[0])
+    block = model.get_submodule(space.selection.blocks[-1].name.rpartition(".")[0])
     tokens = _input_of(block, model, images(case, model, batch)).requires_grad_()
     wanted = [tokens, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
 

@@ -19,9 +19,10 @@ from mambacl.bench.sizes import Case, Sizes
 from mambacl.bench.timing import Clock
 from mambacl.nullspace import NullSpace, dense_projector
 from mambacl.nullspace.elementwise import Box
-from mambacl.nullspace.gathering import Gathered, Key
+from mambacl.nullspace.memory import Memory, TaskStatistics
 from mambacl.nullspace.plan import Plan, make_plan
-from mambacl.nullspace.projectors import decompose
+from mambacl.nullspace.projected_step import ProjectedParts, ProjectedStep
+from mambacl.nullspace.projectors import Key, decompose
 from mambacl.ops.switch import serves
 
 SETTINGS = ("paper", "exact")
@@ -37,25 +38,27 @@ DECOMPOSITION_NOTES = (
 )
 
 
-def random_features(space: NullSpace) -> Gathered:
+def random_features(space: NullSpace) -> TaskStatistics:
     """A covariance with a falling spectrum for each feature; what is protected element by element stays as it is."""
     named, device = dict(space.model.named_parameters()), next(space.model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     covariances: dict[Key, Tensor] = {}
-    for part, key in space.projected():
+    for protection in space.selection.projected():
+        part, key = protection.part, protection.key
         groups, _, size = part.matrix(named[part.parameter]).shape
         if key not in covariances:
             rows = torch.randn(groups, 2 * size, size, generator=generator, device=device, dtype=torch.float64)
             rows *= torch.logspace(0, -3, size, device=device, dtype=torch.float64)
             covariances[key] = rows.mT @ rows if groups > 1 else rows[0].T @ rows[0]
-    fixed = {part.name: part.of(named[part.parameter]).detach() for _, part, w in space.protected() if w.elementwise}
-    return Gathered(covariances, {name: Box(A.clone(), A.clone()) for name, A in fixed.items()})
+    elementwise = [p.part for p in space.selection.protections if p.elementwise]
+    fixed = {part.name: part.of(named[part.parameter]).detach() for part in elementwise}
+    return TaskStatistics(covariances, {name: Box(A.clone(), A.clone()) for name, A in fixed.items()})
 
 
-def fill_with_random(space: NullSpace) -> Gathered:
+def fill_with_random(space: NullSpace) -> TaskStatistics:
     """The space as after a task."""
     gathered = random_features(space)
-    space.take([gathered], 1, [{}])
+    space.protect(Memory(1, [gathered], [{}]))
     return gathered
 
 
@@ -72,13 +75,12 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
     model = build(case, clock.device)
     space = NullSpace(model, setting(name))
     fill_with_random(space)
-    plan, bank = _plan(case, space, model), space.bank
-    assert bank is not None
+    plan, held = _plan(case, space, model), space.projected_step.nbytes()
     tensors = dict(model.named_parameters())
     dense = {part: projector.dense() for part, projector in space.projectors().items()}
     difference = _largest_difference(space, dense, tensors)
     seconds = clock.in_turn({
-        "projection": lambda: space.project(tensors, tensors),
+        "projection": lambda: space.projected_step.project(tensors, tensors),
         "dense_loop": lambda: project_by_loop(space, dense, _copied(space, tensors), tensors),
     })  # fmt: skip
     dense.clear()
@@ -86,13 +88,14 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
     row: Row = {"model": case.model, "setting": name}
     row |= {f"{key}_ms": 1e3 * value for key, value in {**steps, **seconds}.items()}
     if clock.device.type == "cuda":
-        row["projection_on_device_ms"] = 1e3 * clock.on_device(lambda: space.project(tensors, tensors)).seconds
+        on_device = clock.on_device(lambda: space.projected_step.project(tensors, tensors))
+        row["projection_on_device_ms"] = 1e3 * on_device.seconds
     row |= {
         "dense_loop_/_projection": seconds["dense_loop"] / seconds["projection"],
         "projected_/_adam": steps["projected"] / steps["adam"],
-        "projectors_MB": bank.nbytes() / 1e6,
+        "projectors_MB": held / 1e6,
         "dense_MB": plan.dense_bytes / 1e6,
-        "planned_/_held": plan.projector_bytes / bank.nbytes(),
+        "planned_/_held": plan.projector_bytes / held,
         "largest_difference": difference,
     }
     return row | _step_memory(clock, space, plan)
@@ -118,7 +121,7 @@ def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
     clock.synchronize()
     torch.cuda.reset_peak_memory_stats(clock.device)
     rest = torch.cuda.memory_allocated(clock.device)
-    clock.once(lambda: space.project(tensors, tensors))
+    clock.once(lambda: space.projected_step.project(tensors, tensors))
     held = torch.cuda.max_memory_allocated(clock.device) - rest
     return {"step_MB": held / 1e6, "planned_/_step": plan.step_bytes / max(1, held)}
 
@@ -128,7 +131,7 @@ def project_by_loop(
     space: NullSpace, matrices: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> None:
     """The textbook way: one dense product after another."""
-    for _, part in space.parts():
+    for _, part in space.selection.parts():
         if part.name in matrices:
             P, then, now = matrices[part.name], part.of(old[part.parameter]), part.of(new[part.parameter])
             now.copy_(then + (P @ (now - then) if part.side == "left" else (now - then) @ P))
@@ -141,11 +144,11 @@ def _copied(space: NullSpace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 @torch.no_grad()
 def _largest_difference(space: NullSpace, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> float:
     """Of updates from nothing, projected both ways."""
-    assert space.bank is not None
     nothing = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     batched = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
     looped = {name: tensor.clone() for name, tensor in batched.items()}
-    space.bank.project(nothing, batched, counted=False)
+    projected = [c for c in space.projected_step.constraints if isinstance(c, ProjectedParts)]
+    ProjectedStep(projected).project(nothing, batched, counted=False)
     project_by_loop(space, dense, nothing, looped)
     names = space.trained_names()
     return max(((batched[name] - looped[name]).norm() / looped[name].norm()).item() for name in names)
@@ -165,7 +168,7 @@ def _decomposition(clock: Clock, case: Case, name: str) -> Row:
     model = build(case, clock.device)
     space = NullSpace(model, setting(name))
     gathered = random_features(space)
-    seconds = clock.once(lambda: space.take([gathered], 1, []))
+    seconds = clock.once(lambda: space.protect(Memory(1, [gathered])))
     svd = _svd_seconds(clock, space, gathered)
     plan = _plan(case, space, model, clock.device)
     planned = plan.decomposition_seconds
@@ -186,9 +189,9 @@ def _decomposition(clock: Clock, case: Case, name: str) -> Row:
     }
 
 
-def _svd_seconds(clock: Clock, space: NullSpace, gathered: Gathered) -> float:
+def _svd_seconds(clock: Clock, space: NullSpace, gathered: TaskStatistics) -> float:
     """The plain way: a dense matrix a parameter, from an SVD of its own."""
-    keys = {part.name: key for part, key in space.projected()}
+    keys = {protection.name: protection.key for protection in space.selection.projected()}
     sample, found = list(keys.items())[:SAMPLE], space.decompositions()
     clock.synchronize()
     started = time.perf_counter()

@@ -10,9 +10,9 @@ from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.config import RunConfig, resolve
+from mambacl.training.api import train
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import PHASES
-from mambacl.training.run import train
 
 PACKAGED, CIFAR = "demo", "cifar100-10-nano"
 NOTES = (

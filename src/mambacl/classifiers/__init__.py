@@ -1,6 +1,24 @@
-"""Classifiers over a backbone's features that grow task by task."""
+"""Classifiers over a backbone's features that grow task by task, one file each."""
 
-from mambacl.classifiers.cosine import CosineHead
-from mambacl.classifiers.separate import SeparateHeads
+from typing import TYPE_CHECKING
 
-__all__ = ["CosineHead", "SeparateHeads"]
+from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.lazy import attributes
+
+if TYPE_CHECKING:
+    from mambacl.classifiers.base import Classifier, TaskHeads
+    from mambacl.classifiers.cosine import CosineHeads
+    from mambacl.classifiers.nearest_mean import NearestMean
+    from mambacl.classifiers.separate import SeparateHeads
+
+__all__ = ["CLASSIFIERS", "Classifier", "CosineHeads", "NearestMean", "SeparateHeads", "TaskHeads"]
+
+__getattr__ = attributes(
+    __name__,
+    {
+        **dict.fromkeys(("Classifier", "TaskHeads"), "base"),
+        "CosineHeads": "cosine",
+        "NearestMean": "nearest_mean",
+        "SeparateHeads": "separate",
+    },
+)

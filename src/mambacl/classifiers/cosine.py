@@ -1,8 +1,15 @@
-"""A classifier by angle: the cosine between a feature and each class's weight, times a learned scale."""
+"""A classifier by angle: the cosine between a feature and each class's weight, times a learned scale; one per task."""
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mambacl.classifiers.base import TaskHeads
+from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.errors import UserError
 
 
 def cosines(features: Tensor, weights: Tensor) -> Tensor:
@@ -20,3 +27,31 @@ class CosineHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.scale * cosines(features, self.weight)
+
+
+@dataclass(frozen=True)
+class CosineOptions:
+    """Options of the cosine classifier."""
+
+    scale: float = 1.0
+    """what each task's learned scale starts from"""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < float("inf"):
+            raise UserError(f"The scale of a cosine classifier must be positive, got {self.scale}.")
+
+
+class CosineHeads(TaskHeads):
+    name = "cosine"
+    summary = "one cosine head per task, with a learned scale, trained with the backbone"
+    options_class: ClassVar[type] = CosineOptions
+
+    def __init__(self, num_features: int, scale: float = 1.0) -> None:
+        super().__init__(num_features)
+        self.scale = scale
+
+    def new_head(self, classes: int, seed: int) -> nn.Module:
+        return CosineHead(self.num_features, classes, seed, self.scale)
+
+
+CLASSIFIERS.add(CosineHeads.name, CosineHeads)

@@ -1,7 +1,7 @@
 """Classes as prototypes in several feature spaces at once: the mathematics of EASE (Zhou et al., CVPR 2024).
 
 `prototypes` is (classes, subspaces, d): the mean feature of a class in each subspace, or what takes its place. The
-classes are in the order in which they were learned, `widths` of them a task; task i has made subspace i.
+classes are in the order in which they were learned, `widths` of them per task; task i has made subspace i.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def completed(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def completed_by_later(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
-    """With every subspace filled in anew for the classes of the tasks before its own, from all classes that have been
+    """With every subspace filled in again for the classes of the tasks before its own, from all classes that have been
     seen in it."""
     prototypes, starts = prototypes.clone(), [sum(widths[:task]) for task in range(len(widths))]
     for task, width in enumerate(widths):
@@ -51,6 +51,18 @@ def completed_by_later(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
             seen = prototypes[starts[space] :]
             old = prototypes[first : first + width, task]
             prototypes[first : first + width, space] = mapped(old, seen[:, task], seen[:, space])
+    return prototypes
+
+
+def with_stand_ins(prototypes: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """With rows for the classes of tasks that have no prototypes yet: in their own subspace the weights (classes, d) of
+    their task's classifier. `weights` has those of every task."""
+    first = sum(len(weight) for weight in weights[: prototypes.shape[1]])
+    missing = [weight.detach() for weight in weights[prototypes.shape[1] :]]
+    prototypes = F.pad(prototypes, (0, 0, 0, len(missing), 0, sum(len(weight) for weight in missing)))
+    for task, weight in enumerate(missing, start=len(weights) - len(missing)):
+        prototypes[first : first + len(weight), task] = weight
+        first += len(weight)
     return prototypes
 
 
@@ -64,7 +76,7 @@ def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False
 
 
 def ensemble(features: Sequence[Tensor], prototypes: Tensor, weights: Tensor) -> Tensor:
-    """Logits (b, classes): cosines in each subspace, weighted. `features` has one (b, d) a subspace."""
+    """Logits (b, classes): cosines in each subspace, weighted. `features` has one (b, d) per subspace."""
     logits = torch.zeros(len(features[0]), len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
     for k, feature in enumerate(features):
         logits = logits + weights[:, k] * cosines(feature, prototypes[:, k])

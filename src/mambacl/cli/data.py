@@ -116,7 +116,7 @@ def _check(given: Namespace) -> int:
 
 def _show(given: Namespace) -> int:
     from mambacl.datasets.drawing import draw_tasks
-    from mambacl.evaluation import SCENARIOS
+    from mambacl.scenarios import SCENARIOS
     from mambacl.streams import open_data
 
     if not 1 <= given.images <= 100:

@@ -42,7 +42,7 @@ def plan(arguments: Sequence[str]) -> int:
     from mambacl.nullspace.plan import make_plan
     from mambacl.ops.switch import serves
     from mambacl.reports.plans import plan_text
-    from mambacl.training.run import pick_device
+    from mambacl.training.build import pick_device
 
     known = given.backbone in preset_names()
     config = resolve(given.backbone, {}) if known else RunConfig(backbone=given.backbone)

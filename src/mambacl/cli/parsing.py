@@ -11,7 +11,12 @@ from mambacl.registry import did_you_mean
 
 # As in mambacl.nullspace, which would load PyTorch for a word.
 KINDS = ("W_delta", "W_B", "W_C", "A", "out", "W_dt", "linear", "conv")
-MAPPINGS = ("--options.", "--backbone_options.", "--stream.transforms.covariance.")  # of any names
+MAPPINGS = (
+    "--options.",
+    "--backbone_options.",
+    "--classifier_options.",
+    "--stream.transforms.covariance.",
+)  # of any names
 GROUPS = ("nullspace", *(f"nullspace.{kind}" for kind in KINDS), "training", "stream", "stream.transforms")
 
 

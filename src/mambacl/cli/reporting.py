@@ -54,13 +54,13 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _beside_the_paper(given: Any, records: list[Any]) -> int:
-    from mambacl.reports.paper_page import as_table, long_csv, write_paper_table
-    from mambacl.reports.paper_table import Names, compare_with_paper
+    from mambacl.paper.comparison import MetricNames, compare_with_paper
+    from mambacl.paper.page import as_table, long_csv, write_paper_table
     from mambacl.reports.rendering import to_latex, to_markdown, to_text
     from mambacl.reports.writing import comparison_folder
 
     chosen = {key: getattr(given, key) for key in ("accuracy", "forgetting") if getattr(given, key)}
-    compared = compare_with_paper(given.table, records, Names(**chosen))
+    compared = compare_with_paper(given.table, records, MetricNames(**chosen))
     if given.format == "csv":
         print(long_csv(compared), end="")
     else:
@@ -86,7 +86,7 @@ def audit(arguments: Sequence[str]) -> int:
     from mambacl.reports import write_report
     from mambacl.reports.audits import drift_table, updates_table
     from mambacl.reports.rendering import to_text
-    from mambacl.training.run import audit as audit_run
+    from mambacl.training.api import audit as audit_run
 
     found = audit_run(given.run, given.device)
     known = [entry["task"] + 1 for entry in found["tasks"]]

@@ -17,7 +17,7 @@ from mambacl.errors import UserError
 from mambacl.log import logger
 
 if TYPE_CHECKING:
-    from mambacl.training.run import Run
+    from mambacl.training.api import Run
 
 REPORTS_AFTER = 10.0  # seconds
 
@@ -77,7 +77,7 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     for words in work:
         logger.info("Training %s", words)
     with status("loading PyTorch"):
-        from mambacl.training.run import train as run_training
+        from mambacl.training.api import train as run_training
     # What draws the report takes a second or two to load: while a GPU works, and not when all wait for the report.
     loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.run_page",))
     loading.daemon = True
@@ -113,7 +113,7 @@ def resume(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     _check_folder(given.run)
     with status("loading PyTorch"):
-        from mambacl.training.run import resume as resume_run
+        from mambacl.training.api import resume as resume_run
 
     return _show([resume_run(given.run, given.device)], None)
 
@@ -131,7 +131,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise UserError(f"--batch-size must be at least 1, got {given.batch_size}.")
     _check_folder(given.run)
     with status("loading PyTorch"):
-        from mambacl.training.run import evaluate as evaluate_run
+        from mambacl.training.api import evaluate as evaluate_run
 
     again = evaluate_run(given.run, given.batch_size, given.device, given.scenario)
     row, recorded, total = again.counted, again.recorded, again.total

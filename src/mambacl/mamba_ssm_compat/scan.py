@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambacl import selective_scan
 from mambacl.errors import UserError
 from mambacl.mamba_ssm_compat.conv import causal_conv1d_fn
 from mambacl.mamba_ssm_compat.norms import rms_norm_fn
+from mambacl.ops import selective_scan
 
 
 def selective_scan_fn(

@@ -1,12 +1,14 @@
 """What a continual-learning method is. The training loop calls these and knows no method by name.
 
-A method is one file in this folder, or in another package that names it in the entry point group `mambacl.methods`. It
-derives from `Method`, or from `HeadPerTask` when it has the paper's classifier, and calls `METHODS.add`.
+A method is put together from parts: what trains in the backbone (`tuning/`), a classifier (`classifiers/`), a loss, and
+what happens when a task ends. `Method` itself trains a classifier on a fixed backbone; a subclass changes what differs.
+It is one file in this folder, or in another package that names it in the entry point group
+`mambacl.methods`, and calls `METHODS.add`.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.classifiers import SeparateHeads
-from mambacl.methods.registry import METHODS
+from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
+from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.nullspace import Setting
-from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
+from mambacl.tuning import ModelParameters, Tuning
 
-__all__ = ["METHODS", "HeadPerTask", "Method", "NoOptions", "Setup", "Task"]
+CLASSIFIER = "classifier/"  # begins the names of a classifier's tensors in a task's state
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class Setup:
     warm_second_head: bool = False
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    classifier: nn.Linear | None = None
+    classifier: str = "auto"
+    """the method's own, or a name in `CLASSIFIERS`"""
+    classifier_options: Mapping[str, Any] = field(default_factory=dict)
+    known_classifier: nn.Linear | None = None
     """of the first task's classes, where the model knows them already"""
     folder: Path | None = None
     """where large things may be put"""
@@ -42,137 +47,136 @@ class Task:
     index: int
     classes: int
     first_label: int
-    seed: int  # of its own, for what the method draws
+    seed: int  # for what the method draws in this task
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """A method without options of its own."""
+class Method:
+    """One head per task, cross-entropy over the current task's classes; evaluation mode throughout.
 
-
-class Method(ABC):
-    """State is in two parts: `state_dict` changes with each step, `task_state_dict` only at the end of a task."""
+    State is in two parts: `state_dict` changes with each step, `task_state_dict` only at the end of a task.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     options_class: ClassVar[type] = NoOptions
-    recordable: ClassVar[bool] = False
+    own_classifier: ClassVar[str] = "separate"
+    """what trains, and answers unless the configuration names another classifier"""
+    recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU, and does the same for every batch"""
-    needs_task_state: ClassVar[bool] = False
-    """whether `predict` needs what `task_state_dict` holds"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
-        self.model, self.setup = model, setup
-        self.known_tasks = int(setup.classifier is not None)  # in these nothing is trained
+        self.model, self.setup = model.eval().requires_grad_(False), setup
+        self.num_features: int = model.num_features  # type: ignore[assignment]
+        self.device = next(model.parameters()).device
+        self.known_tasks = int(setup.known_classifier is not None)  # in these nothing is trained
         self.options = build_config(self.options_class, setup.options, self.name)
+        self.tuning = self.make_tuning()
+        self.classifier = self.make_classifier()  # what answers
+        self.heads = self.classifier if isinstance(self.classifier, TaskHeads) else self.make_heads()  # what trains
 
-    @abstractmethod
+    # The parts
+
+    def make_tuning(self) -> Tuning:
+        """What trains in the backbone: nothing."""
+        return ModelParameters(self.model)
+
+    def make_heads(self) -> TaskHeads:
+        """What trains on top of it, where the classifier is computed when a task ends."""
+        heads = CLASSIFIERS.get(self.own_classifier)(self.num_features)
+        assert isinstance(heads, TaskHeads)
+        return heads
+
+    def make_classifier(self) -> Classifier:
+        """What answers, by the configuration."""
+        named = self.setup.classifier
+        kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
+        options = build_config(kind.options_class, self.setup.classifier_options, kind.name)
+        return kind(self.num_features, **asdict(options))
+
+    # One task
+
     def start_task(self, task: Task) -> None:
         """Before the first step of a task."""
+        if task.index < self.known_tasks:
+            assert self.setup.known_classifier is not None
+            self.heads.take_over(self.setup.known_classifier)
+        else:
+            self.heads.add_task(task.classes, task.seed, self.setup.warm_second_head and task.index == 1)
+        self.heads.to(self.device)
+        self._follow_heads()
 
-    @abstractmethod
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """What the current task trains, by role: "backbone" and "classifier" have their own learning rates."""
+        return {"backbone": self.tuning.trained(), "classifier": self.heads.trained()}
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer of each task passes through here."""
         return optimizer
 
-    @abstractmethod
+    def features(self, images: Tensor) -> Tensor:
+        """What the classifier sees, (b, d)."""
+        return self.model(images)
+
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch of the current task, and the number of its images that are right."""
+        logits = self.heads.task_logits(self.features(images))
+        labels = labels - (self.heads.classes - logits.shape[1])  # the current head counts from 0
+        return F.cross_entropy(logits, labels), (logits.argmax(dim=1) == labels).sum()
 
+    @torch.no_grad()
     def finish_task(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """After the last step of a task, with its training images as in evaluation. Returns seconds by phase."""
-        return {}
+        if self.classifier.trains:
+            return {}
+        started = time.perf_counter()
+        for images, labels in batches:
+            self.classifier.update(self.features(images.to(self.device)), labels.to(self.device))
+        self.classifier.finish_task()
+        return {"classifier": time.perf_counter() - started}
 
     def moved(self) -> list[dict[str, Tensor]]:
-        """For each finished task, how much of its updates fell into protected directions: see `NullSpace.moved`."""
+        """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
         return []
 
-    @abstractmethod
     def predict(self, images: Tensor) -> Tensor:
-        """Logits over all classes seen so far, by label."""
+        """Scores of all classes seen so far, by label."""
+        return self.classifier.scores(self.features(images))
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]: ...
+    # State
 
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**self.tuning.state_dict(), **self.heads.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """A state of something else is a KeyError or a RuntimeError."""
+        heads = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
+        self.tuning.load_state_dict({name: tensor for name, tensor in state.items() if name not in heads})
+        self.heads.load_state_dict(heads)
+        self.heads.to(self.device)
+        self._follow_heads()
+
+    @property
+    def needs_task_state(self) -> bool:
+        """Whether `predict` needs what `task_state_dict` holds."""
+        return not self.classifier.trains
 
     def task_state_dict(self) -> dict[str, Tensor]:
-        return {}
+        if self.classifier.trains:
+            return {}
+        return {CLASSIFIER + name: tensor for name, tensor in self.classifier.state_dict().items()}
+
+    def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not self.classifier.trains:
+            own = {name.removeprefix(CLASSIFIER): t for name, t in state.items() if name.startswith(CLASSIFIER)}
+            self.classifier.load_state_dict(own)
+            self._follow_heads()
 
     def task_text(self) -> dict[str, str]:
         """What a reader of the task's state should know about it."""
         return {}
 
-    def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        return
-
-
-class HeadPerTask(Method):
-    """One linear classifier a task, cross-entropy over the current task's classes; evaluation mode throughout.
-
-    A subclass says which of the backbone's parameters train, by name.
-    """
-
-    recordable = True
-
-    def __init__(self, model: nn.Module, setup: Setup) -> None:
-        super().__init__(model, setup)
-        self.heads = SeparateHeads(model.num_features)  # type: ignore[arg-type]
-        model.eval()
-        trained = set(self.trained_names())
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trained)
-
-    def trained_names(self) -> list[str]:
-        """Names of the backbone's parameters that train."""
-        return []
-
-    def start_task(self, task: Task) -> None:
-        if task.index < self.known_tasks:
-            assert self.setup.classifier is not None
-            self.heads.take_over(self.setup.classifier)
-        else:
-            warm = self.setup.warm_second_head and task.index == 1
-            self.heads.add(task.classes, task.seed, warm)
-        self.heads.to(next(self.model.parameters()).device)
-
-    def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        named = dict(self.model.named_parameters())
-        current = len(self.heads.heads) - 1
-        head = [(f"heads.{current}.{name}", p) for name, p in self.heads.heads[current].named_parameters()]
-        return {"backbone": [(name, named[name]) for name in self.trained_names()], "classifier": head}
-
-    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._classify(self.heads.last, self.model(images))
-        labels = labels - sum(self.heads.widths[:-1])  # the current head counts from 0
-        return F.cross_entropy(logits, labels), (logits.argmax(dim=1) == labels).sum()
-
-    def predict(self, images: Tensor) -> Tensor:
-        return self._classify(self.heads, self.model(images))
-
-    def _classify(self, heads: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
-        """Logits in full precision under autocast, too: rounded ones tie, and ties go to the older class."""
-        with full_precision(features):
-            return heads(at_least_float32(features))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._named_state())
-
-    def _named_state(self) -> Iterator[tuple[str, Tensor]]:
-        named = dict(self.model.named_parameters())
-        for name in self.trained_names():
-            yield f"model.{name}", named[name].detach()
-        for name, tensor in self.heads.state_dict().items():
-            yield name, tensor
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        named = dict(self.model.named_parameters())
-        for name in self.trained_names():
-            named[name].copy_(state[f"model.{name}"])
-        self.heads.restore({name: tensor for name, tensor in state.items() if not name.startswith("model.")})
-        self.heads.to(next(self.model.parameters()).device)
+    def _follow_heads(self) -> None:
+        """A classifier that does not train learns of a task's classes here, at its start or when it is resumed."""
+        if not self.classifier.trains:
+            self.classifier.add_task(self.heads.classes - self.classifier.classes, self.setup.seed)
+            self.classifier.to(self.device)

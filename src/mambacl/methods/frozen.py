@@ -1,11 +1,12 @@
-"""Mamba-fixed: the backbone stays as it is, only the classifiers are trained."""
+"""Mamba-fixed: the backbone does not change, only the classifiers are trained."""
 
-from mambacl.methods.base import METHODS, HeadPerTask
+from mambacl.methods.base import Method
+from mambacl.methods.registry import METHODS
 
 
-class Frozen(HeadPerTask):
+class Frozen(Method):
     name = "frozen"
-    summary = "classifiers only, the backbone stays as it is (Mamba-fixed)"
+    summary = "classifiers only, the backbone does not change (Mamba-fixed)"
 
 
 METHODS.add(Frozen.name, Frozen)

@@ -6,36 +6,36 @@ import json
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mambacl.methods.base import METHODS, HeadPerTask, Setup
+from mambacl.methods.base import CLASSIFIER, Method
+from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
+from mambacl.tuning import ModelParameters, Tuning
 
 
-class MambaCL(HeadPerTask):
+class MambaCL(Method):
     name = "mamba-cl"
     summary = "fine-tuning in the null space of earlier tasks (the paper's method)"
 
-    def __init__(self, model: nn.Module, setup: Setup) -> None:
-        self.space = NullSpace(model, setup.setting, folder=setup.folder)
+    def make_tuning(self) -> Tuning:
+        self.space = NullSpace(self.model, self.setup.setting, folder=self.setup.folder)
         self.steps: dict[str, Tensor] = {}
-        super().__init__(model, setup)
-
-    def trained_names(self) -> list[str]:
-        return self.space.trained_names()
+        return ModelParameters(self.model, self.space.trained_names())
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.space.wrap(optimizer)
 
     def finish_task(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         done = self.space.consolidate(batches)
-        return {"covariance": done.covariance_seconds, "decomposition": done.decomposition_seconds}
+        seconds = {"covariance": done.covariance_seconds, "decomposition": done.decomposition_seconds}
+        return {**seconds, **super().finish_task(batches)}
 
     def moved(self) -> list[dict[str, Tensor]]:
-        return self.space.moved
+        return [self.space.update_energy(task) for task in range(self.space.tasks)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        steps = {f"space.{name}": tensor for name, tensor in self.space.step_state_dict().items()}
+        steps = {f"space.{name}": tensor for name, tensor in self.space.projected_step.state_dict().items()}
         return {**super().state_dict(), **steps}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -43,15 +43,17 @@ class MambaCL(HeadPerTask):
         self.steps = {name.removeprefix("space."): t for name, t in state.items() if name.startswith("space.")}
 
     def task_state_dict(self) -> dict[str, Tensor]:
-        return self.space.state_dict()
+        return {**self.space.state_dict(), **super().task_state_dict()}
 
     def task_text(self) -> dict[str, str]:
-        parts = {p.name: {"block": p.block, "kind": p.kind, "feature": p.feature} for p in self.space.protections()}
+        protections = self.space.selection.protections
+        parts = {p.name: {"block": p.block, "kind": p.part.kind, "feature": p.label} for p in protections}
         return {"setting": json.dumps(dataclasses.asdict(self.space.setting)), "parts": json.dumps(parts)}
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.space.load_state_dict(state)
-        self.space.load_step_state_dict(self.steps)  # they belong to the projectors of this state
+        super().load_task_state_dict(state)
+        self.space.load_state_dict({name: t for name, t in state.items() if not name.startswith(CLASSIFIER)})
+        self.space.projected_step.load_state_dict(self.steps)  # they belong to the projectors of this state
 
 
 METHODS.add(MambaCL.name, MambaCL)

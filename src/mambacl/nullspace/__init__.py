@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 from mambacl.lazy import attributes
 
 if TYPE_CHECKING:
-    from mambacl.nullspace.adapters import ADAPTERS, Block, Part
+    from mambacl.nullspace.blocks import ADAPTERS, BLOCK_READERS, Block, Part
     from mambacl.nullspace.projectors import Decomposition, Projector, dense_projector
     from mambacl.nullspace.ranks import null_rank, null_ranks
+    from mambacl.nullspace.selection import Protection
     from mambacl.nullspace.settings import KINDS, PAPER_KINDS, SETTINGS, Rule, Setting, ablation
-    from mambacl.nullspace.space import Consolidation, NullSpace, Protection
+    from mambacl.nullspace.space import Consolidation, NullSpace
 
 __all__ = [
     "ADAPTERS",
+    "BLOCK_READERS",
     "KINDS",
     "PAPER_KINDS",
     "SETTINGS",
@@ -35,10 +37,12 @@ __all__ = [
 __getattr__ = attributes(
     __name__,
     {
-        **dict.fromkeys(("ADAPTERS", "Block", "Part"), "selective"),  # which registers its adapters
+        **dict.fromkeys(("BLOCK_READERS", "Block", "Part"), "block_readers"),  # which registers its own
+        "ADAPTERS": "blocks",
         **dict.fromkeys(("Decomposition", "Projector", "dense_projector"), "projectors"),
         **dict.fromkeys(("null_rank", "null_ranks"), "ranks"),
+        "Protection": "selection",
         **dict.fromkeys(("KINDS", "PAPER_KINDS", "SETTINGS", "Rule", "Setting", "ablation"), "settings"),
-        **dict.fromkeys(("Consolidation", "NullSpace", "Protection"), "space"),
+        **dict.fromkeys(("Consolidation", "NullSpace"), "space"),
     },
 )

@@ -2,7 +2,7 @@
 
 The paper's conditions are about delta, exp(delta A), delta B and C of each block, and so about its output. `record`
 notes them for some images, `drift` compares two records. How much of each update fell into protected directions needs
-no images: `NullSpace.moved`.
+no images: `NullSpace.update_energy`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mambacl.nullspace.adapters import Block
-from mambacl.nullspace.covariance import Features, value
-from mambacl.nullspace.gathering import evaluating, run_batches, watching
+from mambacl.nullspace.blocks import Block
+from mambacl.nullspace.statistics import Features, evaluating, run_batches, value, watching
 
 QUANTITIES = {
     "delta": "delta",
@@ -83,15 +82,15 @@ def drift(then: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Drift:
 
 def _decay(noted: Mapping[str, Tensor], image: int) -> Tensor:
     delta, A = noted["delta"][image], -noted["A"].exp()
-    return torch.exp(delta[..., None] * A) if A.dim() == 2 else torch.exp(delta * A)  # a number a head in Mamba-2
+    return torch.exp(delta[..., None] * A) if A.dim() == 2 else torch.exp(delta * A)  # a number per head in Mamba-2
 
 
 def _input(noted: Mapping[str, Tensor], image: int) -> Tensor:
     return noted["delta"][image][..., None] * noted["B"][image][:, None, :]
 
 
-def shares(moved: Any) -> tuple[float, float]:
-    """From a row of `NullSpace.moved`: the shares, in squared norm, of the optimizer's update and of the one applied
-    that lay in protected directions."""
-    asked, asked_protected, applied, applied_protected = (float(value) for value in moved)
+def shares(energy: Any) -> tuple[float, float]:
+    """From a row of `NullSpace.update_energy`: the shares, in squared norm, of the optimizer's update and of the one
+    applied that lay in protected directions."""
+    asked, asked_protected, applied, applied_protected = (float(value) for value in energy)
     return (asked_protected / asked if asked else 0.0, applied_protected / applied if applied else 0.0)

@@ -1,25 +1,16 @@
-"""What is gathered of a block's features, one batch at a time: Q += J^T J of Algorithm 1 without ever holding J.
+"""Covariances of a block's features, one batch at a time: Q += J^T J of Algorithm 1 without ever holding J.
 
-A block shows its features as (images, tokens, channels): x, delta, dt, B, C, out; plain layers show `in`. A feature
-is either a tensor or a function that makes it when it is wanted. `GRAMS` has, by name, each batch's share of a
-covariance and the number of rows behind it.
+A block shows its features as (images, tokens, channels): x, delta, dt, B, C, out; plain layers show `in`. `GRAMS` has,
+by the names that settings use, how each batch's share of a covariance follows from them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Features = Mapping[str, Any]  # Tensor, or a function without arguments that gives it
-Gram = Callable[..., tuple[Tensor, int]]
-
-
-def value(features: Features, name: str) -> Any:
-    """A feature by name, made now if it was not made before."""
-    found = features[name]
-    return found() if callable(found) and not isinstance(found, Tensor) else found
+from mambacl.nullspace.statistics import Accumulator
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -29,7 +20,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def tokens(values: Tensor) -> tuple[Tensor, int]:
-    if values.dim() == 4:  # a convolution's windows (b, places, groups, values): a matrix a group
+    if values.dim() == 4:  # a convolution's windows (b, places, groups, values): a matrix for each group
         rows = values.flatten(0, 1).transpose(0, 1)
         return (rows.mT @ rows if len(rows) > 1 else gram(rows)), rows.shape[1]
     return gram(values), values.shape[0] * values.shape[1]
@@ -47,20 +38,31 @@ def delta_x_per_image(x: Tensor, delta: Tensor) -> tuple[Tensor, int]:
     return torch.einsum("bld,ble->de", x, between_tokens @ x), x.shape[0] * delta.shape[-1]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A feature of the settings: the features of a block that it is made of, and how."""
+class Gram(NamedTuple):
+    """A feature of the settings: the features of a block that it is made of, and its J^T J with the rows of J."""
 
     inputs: tuple[str, ...]
-    gram: Gram
+    product: Callable[..., tuple[Tensor, int]]
 
 
-GRAMS: dict[str, Recipe] = {
-    "x": Recipe(("x",), tokens),
-    "delta": Recipe(("delta",), tokens),
-    "dt": Recipe(("dt",), tokens),
-    "out": Recipe(("out",), tokens),
-    "in": Recipe(("in",), tokens),
-    "delta-x": Recipe(("x", "delta"), delta_x),
-    "delta-x-per-image": Recipe(("x", "delta"), delta_x_per_image),
+GRAMS: dict[str, Gram] = {
+    "x": Gram(("x",), tokens),
+    "delta": Gram(("delta",), tokens),
+    "dt": Gram(("dt",), tokens),
+    "out": Gram(("out",), tokens),
+    "in": Gram(("in",), tokens),
+    "delta-x": Gram(("x", "delta"), delta_x),
+    "delta-x-per-image": Gram(("x", "delta"), delta_x_per_image),
 }
+
+
+class Covariance(Accumulator):
+    """The uncentred covariance of a feature: the sum over all rows, or over batches of their mean."""
+
+    def __init__(self, feature: str, inputs: Sequence[str], batch_mean: bool) -> None:
+        super().__init__(inputs)
+        self.product, self.batch_mean = GRAMS[feature].product, batch_mean
+
+    def contribution(self, *features: Tensor) -> dict[str, Tensor]:
+        total, rows = self.product(*features)
+        return {"covariance": total.double() / (rows if self.batch_mean else 1)}

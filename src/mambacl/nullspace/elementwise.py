@@ -1,49 +1,48 @@
 """The exact protection of A, element by element, and its bounded relaxation.
 
-exp(delta_t A) for old inputs stays as it is only if A does, wherever delta was active: delta is positive and multiplies
+exp(delta_t A) for old inputs stays the same only if A does, wherever delta was active: delta is positive and multiplies
 A element by element, so there is no direction to project onto. A `Box` says how far each value of A_log may move:
 nowhere where delta was active; by the relaxation's radius if one is wanted; freely where delta was not. The bound
 behind the radius is derived in docs/exact.md.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-ACTIVE = (
-    1e-7  # a channel whose delta adds up to less over a whole image is one that float32 cannot tell from a still one
-)
+from mambacl.nullspace.statistics import Accumulator
+
+ACTIVE = 1e-7  # float32 cannot tell a channel whose delta adds up to less over an image from one that stands still
 MARGIN = 0.25  # the bound holds for changes of A_log up to this
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What is gathered of a task: the longest time of each channel, and, for a relaxation, sums of squares over all
-    tokens of the sensitivity k and of the scan's output y."""
+class Activity(Accumulator):
+    """The longest time of each channel, (d,): max over images of sum_t delta_t; and, for a relaxation, sums of squares
+    over all tokens of the sensitivity k (d, n) and of the scan's output y (d,)."""
 
-    time: Tensor  # (d,): max over images of sum_t delta_t
-    k: Tensor | None = None  # (d, n)
-    y: Tensor | None = None  # (d,)
+    largest = ("time",)
 
-    def plus(self, other: "Activity | None") -> "Activity":
-        if other is None:
-            return self
-        k = None if self.k is None or other.k is None else self.k + other.k
-        y = None if self.y is None or other.y is None else self.y + other.y
-        return Activity(torch.maximum(self.time, other.time), k, y)
+    def __init__(self, delta: str, scan: str, relaxed: bool) -> None:
+        """`delta`, `scan`: the block's names for them."""
+        super().__init__([scan if relaxed else delta])
+        self.relaxed = relaxed
+
+    def contribution(self, feature: Any) -> dict[str, Tensor]:
+        return activity_and_sensitivity(feature) if self.relaxed else activity(feature)
 
 
-def activity(delta: Tensor) -> Activity:
-    return Activity(delta.double().sum(1).amax(0))
+def activity(delta: Tensor) -> dict[str, Tensor]:
+    return {"time": delta.double().sum(1).amax(0)}
 
 
-def activity_and_sensitivity(scan: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> Activity:
+def activity_and_sensitivity(scan: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
     x, delta, A_log, B, C = (values.double() for values in scan)
     k, y = sensitivity(x, delta, A_log, B, C)
-    return Activity(delta.sum(1).amax(0), k, y)
+    return {"time": delta.sum(1).amax(0), "k": k, "y": y}
 
 
 def sensitivity(
@@ -91,17 +90,16 @@ class Box:
         return Box(self.lower.to(device), self.upper.to(device))
 
 
-def box(A_log: Tensor, seen: Activity, relax: float) -> Box:
-    """The box of one task: where delta was active, A_log stays, or moves so little that no channel of the scan's
-    output can change by more than the share `relax` of its norm."""
+def box(A_log: Tensor, totals: Mapping[str, Tensor], relax: float) -> Box:
+    """The box of one task, from the totals of its `Activity`: where delta was active, A_log stays, or moves so little
+    that no channel of the scan's output can change by more than the share `relax` of its norm."""
     a, column = A_log.double().exp(), (slice(None),) + (None,) * (A_log.dim() - 1)
     radius = torch.zeros_like(a)
     if relax > 0:
-        assert seen.k is not None and seen.y is not None
         share = relax / A_log.shape[1]  # each state may cause as much
-        bound = share * seen.y[column].sqrt() / seen.k.sqrt().clamp(min=torch.finfo(a.dtype).tiny)
+        bound = share * totals["y"][column].sqrt() / totals["k"].sqrt().clamp(min=torch.finfo(a.dtype).tiny)
         radius = bound.clamp(max=MARGIN)
-    radius = torch.where(seen.time[column] * a.clamp(min=1.0) > ACTIVE, radius, torch.inf)
+    radius = torch.where(totals["time"][column] * a.clamp(min=1.0) > ACTIVE, radius, torch.inf)
     lower, upper = A_log.double() - radius, A_log.double() + radius
     return Box(_rounded(lower, A_log, torch.lt), _rounded(upper, A_log, torch.gt))
 

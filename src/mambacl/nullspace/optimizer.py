@@ -1,9 +1,9 @@
 """Projecting the steps of any torch optimizer.
 
-The optimizer computes its step as it always does. Around it, two of PyTorch's own hooks remember the constrained
-parameters and then replace their change by the projected one, so that moments, fused kernels and weight decay stay
-the optimizer's. Copies of a parameter that an optimizer keeps in its state, such as the sequence z of schedule-free
-optimizers, are treated like the parameter.
+The optimizer computes its step as it always does. Around it, two of PyTorch's own hooks take a snapshot of the
+restricted parameters and then replace their change by the projected one, so that moments, fused kernels and weight
+decay stay the optimizer's. Copies of a parameter that an optimizer keeps in its state, such as the sequence z of
+schedule-free optimizers, are treated like the parameter.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from mambacl.errors import UserError
 from mambacl.log import logger
-from mambacl.nullspace.adapters import named_parameters
+from mambacl.nullspace.blocks import named_parameters
 
 if TYPE_CHECKING:
-    from mambacl.nullspace.bank import Snapshot
+    from mambacl.nullspace.projected_step import Snapshot
     from mambacl.nullspace.space import NullSpace
 
 COPIES = ("z", "x")  # entries of a schedule-free optimizer's state that are parameters themselves, not moments
 
 
-def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.optim.Optimizer:
+def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> None:
+    """From now on every step of the optimizer is restricted by the space's `projected_step` of that moment."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"NullSpace.wrap takes a torch optimizer, got {type(optimizer).__name__}: give it the one that steps."
@@ -39,24 +40,15 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
         if now != known:
             given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             found = {name: parameter for name, parameter in named_parameters(space.model).items() if parameter in given}
+            _warn_of_the_unprotected(space, [name for name in found if name not in parameters])
             parameters.clear()
             parameters.update(found)
             known[:] = now
         return parameters
 
-    if not any(part.parameter in trained() for _, part in space.parts()):
+    if not any(part.parameter in trained() for _, part in space.selection.parts()):
         raise UserError(
             "NullSpace.wrap got an optimizer without any parameter that it protects: build it from space.parameters()."
-        )
-    known_parameters = {part.parameter for _, part in space.parts()} | set(space.trained_names())
-    others = [name for name in trained() if name not in known_parameters and not space.leaves(name)]
-    if others:
-        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        logger.warning(
-            "The optimizer also trains %d parameters of the model that are not protected (%s), and old outputs will "
-            "move with them: give it space.parameters(), or name a module that is meant so with leave=[...].",
-            len(others),
-            shown,
         )
     keeps_copies = any("ScheduleFree" in kind.__name__ for kind in type(optimizer).__mro__)
     taken: dict[str, Snapshot] = {}
@@ -66,20 +58,46 @@ def project_steps(optimizer: torch.optim.Optimizer, space: NullSpace) -> torch.o
         moving = {name: p for name, p in trained().items() if p.grad is not None}
         return {name: optimizer.state.get(p, {}).get(word, p) for name, p in moving.items()}
 
-    def remember(*_: Any) -> None:
-        taken[""] = space.remember(trained())
+    def before_step(*_: Any) -> None:
+        taken[""] = space.projected_step.snapshot(trained())
         for word in COPIES if keeps_copies else ():
-            taken[word] = space.remember(copies(word))
+            taken[word] = space.projected_step.snapshot(copies(word))
 
-    def project(*_: Any) -> None:
-        taken.pop("").project(trained())
+    def after_step(*_: Any) -> None:
+        taken.pop("").restrict(trained())
         for word in list(taken):
             now = copies(word)
             made = {name: copy for name, copy in now.items() if copy is not trained()[name]}
             before = taken.pop(word)
             if made and len(made) == len(now):
-                before.project(made, counted=False)
+                before.restrict(made, counted=False)
 
-    optimizer.register_step_pre_hook(remember)
-    optimizer.register_step_post_hook(project)
-    return optimizer
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def _warn_of_the_unprotected(space: NullSpace, names: list[str]) -> None:
+    """Of parameters that an optimizer trains, those that are neither protected nor meant to be left."""
+    selection = space.selection
+    restricted = {part.parameter for _, part in selection.parts()} | set(selection.trained)
+    free = [name for name in names if name not in restricted and not selection.leaves(name)]
+    new = [name for name in free if selection.is_new(name)]
+    others = [name for name in free if not selection.is_new(name)]
+    if new:
+        logger.warning(
+            "The model has %d parameters that it did not have when the NullSpace was built (%s). They train freely, "
+            "neither projected nor reset. If that is meant, name the module they are in with leave=[...].",
+            len(new),
+            _shown(new),
+        )
+    if others:
+        logger.warning(
+            "The optimizer also trains %d parameters of the model that are not protected (%s), and old outputs will "
+            "move with them: give it space.parameters(), or name a module that is meant so with leave=[...].",
+            len(others),
+            _shown(others),
+        )
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

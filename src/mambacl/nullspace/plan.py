@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.nullspace.gathering import evaluating, watching
-from mambacl.nullspace.projectors import decompose
+from mambacl.nullspace.projectors import basis_dtype, decompose
 from mambacl.nullspace.space import NullSpace
+from mambacl.nullspace.statistics import evaluating, watching
 
 FLOAT32, FLOAT64 = 4, 8
 
@@ -57,18 +57,19 @@ def make_plan(
     if not 0.0 <= protected <= 1.0:
         raise UserError(f"The protected share must lie between 0 and 1, got {protected}.")
     setting, named = space.setting, dict(space.model.named_parameters())
-    itemsize = torch.empty(0, dtype=space.basis_dtype()).element_size()
+    itemsize = torch.empty(0, dtype=basis_dtype(space.model, setting.storage)).element_size()
     keys: dict[tuple[str, str], tuple[int, int]] = {}  # groups and size
-    slots: dict[tuple[int, int, int], int] = {}  # values that are projected together
+    together: dict[tuple[int, int, int], int] = {}  # values that are projected at once
     working: dict[tuple[int, int, int], int] = {}
     flops = dense_flops = 0
-    for part, key in space.projected():
+    for protection in space.selection.projected():
+        part = protection.part
         groups, rows, size = part.matrix(named[part.parameter]).shape
-        keys[key] = groups, size
+        keys[protection.key] = groups, size
         flops += 4 * groups * rows * size * _kept(size, protected)
         dense_flops += 2 * groups * rows * size * size
         shape, kept = (groups, rows, size), _kept(size, protected)
-        slots[shape] = slots.get(shape, 0) + groups * rows * size
+        together[shape] = together.get(shape, 0) + groups * rows * size
         # what the basis holds of the changes; and these, and the bases of the parts taken out of their stack
         needed = rows * kept if kernels else rows * kept + rows * size + size * kept
         working[shape] = working.get(shape, 0) + groups * needed
@@ -80,7 +81,7 @@ def make_plan(
     widths, tokens = _shapes(space, images)
     held = tasks if setting.keep_tasks else 1
     return Plan(
-        blocks=sum(block.selective for block in space.blocks),
+        blocks=sum(block.selective for block in space.selection.blocks),
         widths=tuple(sorted(set(widths))),
         tokens=tuple(sorted(set(tokens))),
         matrices=matrices,
@@ -88,7 +89,7 @@ def make_plan(
         dense_bytes=squares * itemsize,
         covariance_bytes=squares * FLOAT64 * held,
         gathering_bytes=squares * FLOAT64,
-        step_bytes=FLOAT32 * (sum(slots.values()) + max(working.values(), default=0)),
+        step_bytes=FLOAT32 * (sum(together.values()) + max(working.values(), default=0)),
         file_bytes=squares * FLOAT64 * held + bases * itemsize,
         projection_flops=flops,
         dense_flops=dense_flops,
@@ -112,7 +113,7 @@ def _shapes(space: NullSpace, images: Tensor) -> tuple[list[int], list[int]]:
             widths.append(features["x"].shape[-1])
             tokens.append(features["x"].shape[1])
 
-    with watching([b for b in space.blocks if b.selective], show), evaluating(space.model), torch.no_grad():
+    with watching([b for b in space.selection.blocks if b.selective], show), evaluating(space.model), torch.no_grad():
         space.model(images)
     return widths, tokens
 

@@ -5,18 +5,19 @@ V^T. Either way the projection is `identity` I + `factor` V V^T for one orthonor
 groups has a covariance, and so a basis, for each of them: everything here may have a leading axis of groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import cycle, repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mambacl.nullspace.adapters import Part, Side
+from mambacl.nullspace.blocks import Part, Side
 from mambacl.nullspace.ranks import as_spectrum, null_ranks
 
+Key = tuple[str, str]  # a block, and a feature of it
 SMALL = 512  # values of a feature up to which covariances are decomposed together on a GPU
 AT_A_TIME = 4  # larger ones
 
@@ -41,7 +42,7 @@ class Projector:
 
 
 def project_part(before: Tensor, after: Tensor, part: Part, projector: Projector) -> None:
-    """Replaces a part's change, in place, by its projection: the plain twin of `Bank.project`."""
+    """Replaces a part's change, in place, by its projection: the plain twin of `ProjectedStep.project`."""
     old, place = part.matrix(before), part.of(after)
     projected = old + projector.apply(part.matrix(after) - old, "right")  # as matrices, every part has it on the right
     place.copy_(part.restored(projected, place.shape))
@@ -80,6 +81,11 @@ class Decomposition:
         return Projector(self.basis, identity.view(shape).to(device), factor.view(shape).to(device))
 
 
+def basis_dtype(model: nn.Module, storage: str) -> torch.dtype:
+    """In which bases are kept: models in float64 keep them so."""
+    return torch.float64 if next(model.parameters()).dtype == torch.float64 else getattr(torch, storage)
+
+
 def holds_null_space(ranks: Tensor, size: int) -> Tensor:
     """Whether the kept basis spans the null directions rather than the others: the fewer of them."""
     return ranks < size - ranks
@@ -102,6 +108,29 @@ def decompose(
         _chosen(spectrum, [next(ranks) for _ in spectrum.reshape(-1, spectrum.shape[-1])], vectors, storage)
         for spectrum, (_, vectors) in zip(spectra, solved, strict=True)
     ]
+
+
+def decompose_features(
+    keys: Sequence[Key],
+    covariance: Callable[[Key], Tensor],
+    sizes: Callable[[Key], torch.Size],
+    rule: str,
+    precision: torch.dtype,
+    storage: torch.dtype,
+    together: bool,
+) -> dict[Key, Decomposition]:
+    """The decomposition of each feature's covariance. They are asked for when their turn comes, as they may be large
+    and on disk. With `together`, the rule sees the spectra of a feature in all blocks at once."""
+    batches: dict[object, list[Key]] = {}
+    for number, key in enumerate(keys):
+        shape = sizes(key)  # small ones of a shape at once, large ones a few at a time
+        one_by_one = shape if shape[-1] <= SMALL else number // AT_A_TIME
+        batches.setdefault(key[1] if together else one_by_one, []).append(key)
+    found: dict[Key, Decomposition] = {}
+    for batch in batches.values():
+        covariances = [covariance(key) for key in batch]
+        found |= zip(batch, decompose(covariances, rule, precision, storage, together), strict=True)
+    return found if together else {key: found[key] for key in keys}
 
 
 def _eigh(covariances: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -148,7 +177,7 @@ def _chosen(spectrum: Tensor, ranks: list[int], vectors: Tensor, storage: torch.
 
 
 def dense_projector(covariance: Tensor, rank: int, eta: float, scaling: str) -> Tensor:
-    """The textbook twin: the whole matrix by SVD, as the paper writes it."""
+    """The textbook twin: the dense matrix by SVD, as the paper writes it."""
     U, _, _ = torch.linalg.svd(covariance.double())
     null = U[:, U.shape[1] - rank :]
     H = null @ null.T

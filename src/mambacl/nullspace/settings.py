@@ -60,7 +60,8 @@ class Setting:
     out: Rule = Rule(feature="out")
     """the linear layer after the SSM (projector H_out)"""
     W_dt: Rule = Rule(trains=False, feature="dt")
-    """the second linear map of delta; the published method leaves it as it is"""
+    """the second linear map of delta, which the published method does not train. With layers: all it trains, unless
+    W_dt is given trains: false"""
     linear: Rule = Rule(feature="in")
     """the other linear layers, with layers: all"""
     conv: Rule = Rule(feature="in")
@@ -85,7 +86,7 @@ class Setting:
     """with A by delta-elementwise: the share of a channel's output by which moving A may change the scan on old inputs,
     at most; 0 fixes A"""
     blocks: int | list[int] | None = None
-    """blocks to fine-tune: the first so many, or those listed; all if empty"""
+    """blocks to fine-tune: the number of first ones, or a list of their indices; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
     """precision in which the rank rule sees the spectrum"""
     products: Literal["float64", "float32"] = "float64"
@@ -119,11 +120,11 @@ class Setting:
             known = MEANT_FOR.get(kind, FOR_X)
             if getattr(self, kind).feature not in known:
                 raise UserError(f"{kind} has no feature '{getattr(self, kind).feature}'; known: {', '.join(known)}.")
-        listed = [self.blocks - 1] if isinstance(self.blocks, int) else self.blocks
-        if listed is not None and (
-            not isinstance(listed, (list, tuple))
-            or not listed
-            or not all(isinstance(b, int) and b >= 0 for b in listed)
+        indices = [self.blocks - 1] if isinstance(self.blocks, int) else self.blocks
+        if indices is not None and (
+            not isinstance(indices, (list, tuple))
+            or not indices
+            or not all(isinstance(b, int) and b >= 0 for b in indices)
         ):
             raise UserError(
                 f"blocks must be a positive number of blocks or a list of their indices, got {self.blocks}."
@@ -134,7 +135,7 @@ class Setting:
         rule: Rule = getattr(self, kind)
         if self.layers == "ssm" and kind in ("linear", "conv"):
             return dataclasses.replace(rule, trains=False)
-        if self.layers == "all" and kind == "W_dt":
+        if self.layers == "all" and kind == "W_dt" and rule.projected:
             return dataclasses.replace(rule, trains=True)
         return rule
 
@@ -146,12 +147,14 @@ class Setting:
     def without_projection(self) -> "Setting":
         """The same parameters, trained freely: Mamba-Seq."""
         free: dict[str, Any] = {kind: dataclasses.replace(getattr(self, kind), projected=False) for kind in KINDS}
+        free["W_dt"] = dataclasses.replace(free["W_dt"], trains=self.rule("W_dt").trains)
         others = "free" if self.others == "first-task" else self.others
         return dataclasses.replace(self, others=others, **free)
 
     def override(self, **changes: Any) -> "Setting":
         """A copy with some fields changed; a rule may be given as a mapping of its own changes."""
         known = [f.name for f in dataclasses.fields(self)]
+        changes = given_rules(changes)
         for name, value in changes.items():
             if name not in known:
                 raise UserError(f"A setting has no '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
@@ -163,6 +166,21 @@ class Setting:
                         raise UserError(f"A rule has no '{key}'.{hint} Known: {', '.join(fields)}.")
                 changes[name] = dataclasses.replace(getattr(self, name), **value)
         return dataclasses.replace(self, **changes)
+
+
+def given_rules(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of a setting, in which W_dt stays fixed with layers "all" if they say that it does not train.
+
+    The default of W_dt does not train either, except with layers "all". What tells the two apart in a setting, and in
+    the files that hold one, is that a W_dt fixed by the user is not projected.
+    """
+    rule = changes.get("W_dt")
+    if isinstance(rule, Rule) and not rule.trains:
+        return {**changes, "W_dt": dataclasses.replace(rule, projected=False)}
+    if isinstance(rule, Mapping) and "projected" not in rule:
+        trains = {"true": True, "false": False}.get(str(rule.get("trains")).lower())  # options may still be text
+        return dict(changes) if trains is None else {**changes, "W_dt": {**rule, "projected": trains}}
+    return dict(changes)
 
 
 SETTINGS: dict[str, Setting] = {

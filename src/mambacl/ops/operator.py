@@ -57,9 +57,10 @@ def _direct(inputs: tuple[Any, ...]) -> bool:
 
 
 def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], differentiate: Callable[..., Any]) -> Any:
-    methods = {
-        "forward": staticmethod(lambda *inputs: run(*inputs)),
-        "setup_context": staticmethod(keep),
-        "backward": staticmethod(once_differentiable(differentiate)),
-    }
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = run(*inputs)
+        keep(ctx, inputs, output)  # not as `setup_context`, for which PyTorch reads a signature at every call
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(differentiate))}
     return type(name, (torch.autograd.Function,), methods)

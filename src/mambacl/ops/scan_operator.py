@@ -154,7 +154,7 @@ def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height,
         steps = u.shape if softplus else steps
     else:
         out = scan_tiles.out_like(u, A.shape[0], dtype)
-        kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, order)
+        kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, z, order)
         steps = (*u.shape[:2], A.shape[0]) if weight is not None else steps
     kept = kept if keep or backend == "torch" else (0,)
     return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *steps, dtype=state)

@@ -21,7 +21,8 @@ from mambacl.ops.scan_triton import Split, processors, segments
 FILLED = 2048  # warps that keep a large GPU busy
 RESIDENT = {False: 12, True: 8}  # warps of the forward and of the backward that a processor of a GPU holds at once
 PIECE = 256  # steps: below, going over all of them once more costs more than it saves
-SPREAD = 2  # waves of programs below which blocks of channels are not taken one after the other by one program
+SINGLE_SEGMENTS, SINGLE_STEPS = 8, 8  # of a tile of the kernels for a single state, and steps of each segment
+SPREAD = 4  # waves of programs below which blocks of channels are not taken one after the other by one program
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,12 @@ def layout(n: int, recurrences: int, backward: bool, full: bool = False) -> Layo
     states = {2: 2, 4: 4, 8: 2, 16: 4, 32: 4}.get(padded, padded // 8)
     lanes_n = padded // states
     lanes_d = 32 // lanes_n
-    most = 8 if full else 16  # values of a lane
-    channels = min(4, max(1, most // states))
+    most, fewest = 8 if full else 16, 2 if padded <= 32 else 1  # values of a lane; channels
+    channels = min(4, max(fewest, most // states))
     programs = FILLED * (2 if backward else 1)
-    while channels > 1 and recurrences < programs * channels * lanes_d:
+    while channels > fewest and recurrences < programs * channels * lanes_d:
         channels //= 2
     warps = 2 if backward and full and recurrences >= 2 * programs * channels * lanes_d else 1
-    if not backward:
-        channels = max(channels, 2 if padded <= 32 else 1)
     return Layout(states, lanes_n, channels, lanes_d * warps, 4, warps=warps)
 
 
@@ -75,20 +74,16 @@ def kept_steps(n: int, itemsize: int) -> int:
     return 8 if n == 1 else 16 * max(1, 4 // itemsize)
 
 
-def single_steps(length: int) -> int:
-    """Steps of a tile of the kernels for a single state: four for each lane, fewer where there are not as many."""
-    return min(128, max(16, 1 << (length - 1).bit_length()))
-
-
-def _single(u: Tensor, delta: Tensor, n: int, order: str) -> bool:
+def _single(u: Tensor, delta: Tensor, z: Tensor | None, n: int, order: str) -> bool:
     """Whether the kernels of a single state serve: they want time contiguous."""
-    return n == 1 and order != "cross" and u.stride(1) == 1 and delta.stride(1) == 1
+    return n == 1 and order != "cross" and all(x is None or x.stride(1) == 1 for x in (u, delta, z))
 
 
-def kept_shape(u: Tensor, delta: Tensor, A: Tensor, order: str = "forward") -> tuple[int, ...]:
+def kept_shape(u: Tensor, delta: Tensor, A: Tensor, z: Tensor | None = None, order: str = "forward") -> tuple[int, ...]:
     """Shape of the states that the forward keeps for the backward, (b, intervals, n, d)."""
     length, n = u.shape[1], A.shape[1]
-    steps = single_steps(length) if _single(u, delta, n, order) else kept_steps(n, u.element_size())
+    single = _single(u, delta, z, n, order)
+    steps = SINGLE_SEGMENTS * SINGLE_STEPS if single else kept_steps(n, u.element_size())
     return u.shape[0], -(-length // steps), n, A.shape[0]
 
 
@@ -113,7 +108,7 @@ def forward(
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, order, height, backward=False)
     out = out_like(u, len(A), dtype)
     last = call.new(len(u), *A.shape)
-    kept = call.new(*(kept_shape(u, delta, A, order) if keep else (0,)))
+    kept = call.new(*(kept_shape(u, delta, A, z, order) if keep else (0,)))
     if call.single:
         from mambacl.ops.kernels import scan_single
 
@@ -157,7 +152,7 @@ def backward(
         from mambacl.ops.kernels import scan_single
 
         dB, dC = scan_single.backward(
-            call, dout, dlast, kept, du, ddelta, dz, dA, dD, dbias, D is not None, need_A
+            call, _time_contiguous(dout), dlast, kept, du, ddelta, dz, dA, dD, dbias, D is not None, need_A
         )  # fmt: skip
         return _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A)
     share = call.share
@@ -178,7 +173,7 @@ def backward(
         **call.constants, **call.time, SHARE=share, SKIP=D is not None, LAST=dlast is not None, NEED_A=need_A,
         SAME=_same_steps(call.u, call.delta, call.z, dout, du, ddelta, dz), AHEAD=call.plan.ahead,
     )  # fmt: skip
-    dB, dC = dBC.unflatten(1, (B.shape[2], -1)).sum(2).transpose(1, 2).unbind(3)  # (b, l, g, n)
+    dB, dC = dBC.view(batch, B.shape[2], -1, length, 2, states).sum(2).transpose(1, 2).unbind(3)  # (b, l, g, n)
     if order == "cross":  # the four orders share u
         du = du.unflatten(2, (B.shape[2], -1)).sum(2).to(u.dtype)
     return _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A)
@@ -204,7 +199,9 @@ class _Call:
         self.A, self.B, self.C = A.float().contiguous(), _states_contiguous(B), _states_contiguous(C)
         self.D, self.bias = (self.A if x is None else x.contiguous() for x in (D, bias))
         self.backward = backward
-        self.single = _single(self.u, self.delta, A.shape[1], order)
+        self.single = _single(self.u, self.delta, z, A.shape[1], order)
+        if self.single:
+            self.B, self.C = (_time_contiguous(M) for M in (self.B, self.C))
         full = z is not None or self.delta.stride(1) == 1
         self.plan = layout(A.shape[1], u.shape[0] * A.shape[0], backward, full)
         groups, channels = B.shape[2], A.shape[0] // B.shape[2]
@@ -282,6 +279,10 @@ def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
 def _one_contiguous(x: Tensor) -> Tensor:
     """x itself where its channels or its tokens are contiguous, else a copy."""
     return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
+
+
+def _time_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.transpose(1, -1).contiguous().transpose(1, -1)
 
 
 def _same_steps(*tensors: Tensor) -> bool:

@@ -4,7 +4,7 @@
 the package, on CIFAR-100 or on the packaged Fashion-MNIST, with as many of the tasks as the classes allow.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ BLOCKS = (1, 12, 24, 36, 48)
 DEPTH = {"paper": 48, "nano": 12}
 BOTH = ("sequential", "mamba-cl")
 NAMES = {"mamba-cl": "Mamba-CL", "sequential": "Mamba-Seq"}  # the paper's
+MAMBA_CL = {"method": "mamba-cl", "series": NAMES["mamba-cl"]}
 ABLATION = (
     (), ("W_delta", "out"), ("W_C", "out"), ("A", "out"), ("W_B", "out"), ("W_delta", "W_C", "A", "W_B"), ("out",),
     PAPER_KINDS,
@@ -98,7 +99,6 @@ class Where:
         return LARGE if self.scale == "paper" else NANO
 
 
-Variation = tuple[str, str, str, Options]  # method, variant, backbone, options
 Design = Callable[[Where], list[PlannedRun]]
 
 
@@ -132,8 +132,8 @@ def paper_eta(benchmark: str) -> float:
 def _nano(dataset: str, tasks: int) -> Benchmark:
     base = NANO_BASES[dataset]
     stream = {**base["stream"], "dataset": dataset, "tasks": tasks, "order": "mamba-cl"}
-    whole = {"backbone": NANO, "pretrained": True, "setting": "paper", "recipe": "paper", **base, "stream": stream}
-    return Benchmark(f"{dataset}-{tasks}", dataset, tasks, 0.95, whole)
+    options = {"backbone": NANO, "pretrained": True, "setting": "paper", "recipe": "paper", **base, "stream": stream}
+    return Benchmark(f"{dataset}-{tasks}", dataset, tasks, 0.95, options)
 
 
 def _columns(table: str) -> list[str]:
@@ -146,57 +146,57 @@ def _at(size: int, benchmark: Benchmark) -> dict[str, Any]:
     return {"stream": {"transforms": {"image_size": size, **crop}}}
 
 
-def _runs(
-    where: Where, names: Iterable[str], variations: Sequence[Variation], size: int | None = None
-) -> list[PlannedRun]:
+def _runs(where: Where, names: Iterable[str], vary: Callable[[Benchmark], Iterable[Options]]) -> list[PlannedRun]:
+    """A run for each benchmark, what `vary` gives for it, and seed."""
     return [
-        PlannedRun(benchmark, method, seed, backbone, variant, {**options, **(_at(size, benchmark) if size else {})})
+        PlannedRun(benchmark, seed=seed, **{"backbone": where.backbone, **fields})
         for benchmark in benchmarks(names, where)
-        for method, variant, backbone, options in variations
+        for fields in vary(benchmark)
         for seed in range(where.seeds)
     ]
 
 
 def _methods(table: str, methods: Sequence[str]) -> Design:
     """Methods side by side on the benchmarks of a table."""
-    return lambda where: _runs(where, _columns(table), [(m, "", where.backbone, {}) for m in methods])
+    return lambda where: _runs(where, _columns(table), lambda _: [{"method": method} for method in methods])
 
 
 def _ablation(where: Where) -> list[PlannedRun]:
-    variations: list[Variation] = []
-    for kinds in ABLATION:
-        rules = {"nullspace": {kind: {"projected": kind in kinds} for kind in PAPER_KINDS}}
-        if not kinds:
-            variations.append(("sequential", "", where.backbone, {}))
-        else:
+    def vary(_: Benchmark) -> Iterator[Options]:
+        for kinds in ABLATION:
+            rules = {"nullspace": {kind: {"projected": kind in kinds} for kind in PAPER_KINDS}}
             variant = "" if kinds == PAPER_KINDS else "only-" + "+".join(kinds)
-            variations.append(("mamba-cl", variant, where.backbone, rules))
-    return _runs(where, _columns("ablation"), variations)
+            yield {"method": "mamba-cl", "variant": variant, "varied": rules} if kinds else {"method": "sequential"}
+
+    return _runs(where, _columns("ablation"), vary)
 
 
 def _variants(where: Where) -> list[PlannedRun]:
-    return _runs(
-        where, _columns("variants"),
-        [(method, name, name, {"backbone": name}) for name in VARIANTS[where.scale] for method in BOTH],
-        32 if where.scale == "nano" else 224,
-    )  # fmt: skip
+    size = 32 if where.scale == "nano" else 224
+
+    def vary(benchmark: Benchmark) -> Iterator[Options]:
+        for name in VARIANTS[where.scale]:
+            for method in BOTH:
+                varied = {"backbone": name, **_at(size, benchmark)}
+                yield {"method": method, "variant": name, "backbone": name, "varied": varied}
+
+    return _runs(where, _columns("variants"), vary)
 
 
 def _scratch(where: Where) -> list[PlannedRun]:
     backbone = "defocus_mamba_tiny" if where.scale == "paper" else NANO
-    options = {"backbone": backbone, "pretrained": False, "nullspace": {"layers": "all"}}
-    return _runs(where, _columns("scratch"), [(method, "scratch", backbone, options) for method in BOTH])
+    varied = {"backbone": backbone, "pretrained": False, "nullspace": {"layers": "all"}}
+    fields = {"variant": "scratch", "backbone": backbone, "varied": varied}
+    return _runs(where, _columns("scratch"), lambda _: [{"method": method, **fields} for method in BOTH])
 
 
 def _eta(where: Where) -> list[PlannedRun]:
-    runs = []
-    for benchmark in benchmarks(_columns("main"), where):
+    def vary(benchmark: Benchmark) -> Iterator[Options]:
         for eta in ETAS:
-            options = {"nullspace": {"eta": eta}}
             variant = "" if eta == benchmark.eta else f"eta-{eta:g}"
-            for seed in range(where.seeds):
-                runs.append(PlannedRun(benchmark, "mamba-cl", seed, where.backbone, variant, options, "Mamba-CL", eta))
-    return runs
+            yield {**MAMBA_CL, "variant": variant, "varied": {"nullspace": {"eta": eta}}, "x": eta}
+
+    return _runs(where, _columns("main"), vary)
 
 
 def blocks(scale: str) -> list[int]:
@@ -205,51 +205,38 @@ def blocks(scale: str) -> list[int]:
 
 
 def _blocks(where: Where) -> list[PlannedRun]:
-    runs = []
-    for benchmark in benchmarks(_columns("main"), where):
+    def vary(_: Benchmark) -> Iterator[Options]:
         for count in blocks(where.scale):
             usual = count == DEPTH[where.scale]
-            options = {"nullspace": {"blocks": None if usual else count}}
-            variant = "" if usual else f"blocks-{count}"
-            for seed in range(where.seeds):
-                runs.append(PlannedRun(
-                    benchmark, "mamba-cl", seed, where.backbone, variant, options, "Mamba-CL", count
-                ))  # fmt: skip
-    return runs
+            varied = {"nullspace": {"blocks": None if usual else count}}
+            yield {**MAMBA_CL, "variant": "" if usual else f"blocks-{count}", "varied": varied, "x": count}
+
+    return _runs(where, _columns("main"), vary)
 
 
 def _pretraining(where: Where) -> list[PlannedRun]:
     usual, other = PRETRAINING[where.scale]
-    runs = []
-    for benchmark in benchmarks(_columns("main"), where):
-        for label in (usual, other):
-            backbone = where.backbone
-            options: dict[str, Any] = {}
-            if label == other and where.scale == "nano":
-                options = {"pretrained": False}
-            elif label == other:
-                backbone = "defocus_mamba_large"
-                options = {"backbone": backbone, "backbone_options": SCALE_FACTORS, **_at(384, benchmark)}
-            variant = "" if label == usual else label.replace(" ", "-")
+
+    def vary(benchmark: Benchmark) -> Iterator[Options]:
+        fewer: dict[str, Any] = {"variant": other.replace(" ", "-"), "varied": {"pretrained": False}}
+        if where.scale == "paper":
+            backbone = "defocus_mamba_large"
+            varied = {"backbone": backbone, "backbone_options": SCALE_FACTORS, **_at(384, benchmark)}
+            fewer |= {"backbone": backbone, "varied": varied}
+        for label, fields in ((usual, {}), (other, fewer)):
             for method in BOTH:
-                for seed in range(where.seeds):
-                    runs.append(PlannedRun(
-                        benchmark, method, seed, backbone, variant, options, NAMES[method], label
-                    ))  # fmt: skip
-    return runs
+                yield {"method": method, "series": NAMES[method], "x": label, **fields}
+
+    return _runs(where, _columns("main"), vary)
 
 
 def _curve(losses: bool) -> Design:
     """The figures by task have ImageNet-R and CIFAR-100 in ten tasks."""
+    fields = {"variant": "losses" if losses else "", "losses": losses}
 
     def design(where: Where) -> list[PlannedRun]:
-        variant = "losses" if losses else ""
-        return [
-            PlannedRun(benchmark, method, seed, where.backbone, variant, {}, NAMES[method], losses=losses)
-            for benchmark in benchmarks(("imagenet-r-10", "cifar100-10"), where)
-            for method in BOTH
-            for seed in range(where.seeds)
-        ]
+        both = [{"method": method, "series": NAMES[method], **fields} for method in BOTH]
+        return _runs(where, ("imagenet-r-10", "cifar100-10"), lambda _: both)
 
     return design
 

@@ -4,12 +4,12 @@ A run does not keep it by itself. `train(..., loop=LossLoop)` writes it to the r
 checkpoint of the task, so that an interruption neither loses nor repeats it.
 """
 
-import json
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop
 
 EVENT = "old-losses"
@@ -40,9 +40,4 @@ class LossLoop(Loop):
 
 def read_losses(folder: Path) -> dict[int, list[float]]:
     """By task learned (from 0), the losses of the first tasks; of a task that was repeated, the later ones."""
-    path, found = folder / "metrics.jsonl", {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        if f'"{EVENT}"' in line:
-            event = json.loads(line)
-            found[int(event["task"])] = [float(loss) for loss in event["losses"]]
-    return found
+    return {event["task"]: event["losses"] for event in RunFolder(folder).events(EVENT, "task")}

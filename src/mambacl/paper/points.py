@@ -2,15 +2,14 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from mambacl.paper.comparison import MetricNames, benchmark_of, value_of
 from mambacl.paper.designs import DEPTH, NAMES, PRETRAINING, PlannedRun, paper_eta
 from mambacl.paper.losses import read_losses
 from mambacl.paper.quoted import paper_table
-from mambacl.reports.paper_table import Names, benchmark_of, figure
+from mambacl.reports.groups import mean_and_deviation
 from mambacl.reports.runs import RunRecord
 
 HEAD = ("figure", "source", "benchmark", "series", "x", "metric", "value", "std", "seeds")
@@ -33,48 +32,42 @@ class Point:
 
 def points(name: str, found: Found, scale: str) -> list[Point]:
     """Ours, then the paper's."""
-    finished = [(run, record) for run, record in found if record.finished]
-    values = {"accuracy-curve": _by_task, "loss-curve": _losses}.get(name, _final)(finished)
+    values = {"accuracy-curve": _by_task, "loss-curve": _losses}.get(name, _final)
+    seen: dict[Place, list[tuple[float, int]]] = {}
+    for run, record in found:
+        if record.finished:
+            for series, x, metric, value in values(run, record):
+                seen.setdefault((benchmark_of(record), series, x, metric), []).append((value, run.seed))
     ours = []
-    for (benchmark, series, x, metric), seen in values.items():
-        numbers = np.array([value for value, _ in seen])
-        std = float(numbers.std(ddof=1)) if len(numbers) > 1 else None
-        seeds = " ".join(str(seed) for _, seed in seen)
-        ours.append(Point("ours", benchmark, series, x, metric, float(numbers.mean()), std, seeds))
+    for place, pairs in seen.items():
+        over_seeds = mean_and_deviation([value for value, _ in pairs])
+        if over_seeds is not None:
+            seeds = " ".join(str(seed) for _, seed in pairs)
+            ours.append(Point("ours", *place, over_seeds.mean, over_seeds.std, seeds))
     return ours + _papers(name, scale)
 
 
-Values = dict[tuple[str, str, float | str, str], list[tuple[float, int]]]
+Place = tuple[str, str, float | str, str]  # benchmark, series, x, metric
+Values = Iterator[tuple[str, float | str, str, float]]  # series, x, metric, value
 
 
-def _final(found: Found) -> Values:
-    values: Values = {}
-    for run, record in found:
-        assert run.x is not None
-        for metric in METRICS:
-            value = figure(record, metric, Names())
-            if value is not None:
-                values.setdefault((benchmark_of(record), run.series, run.x, metric), []).append((value, run.seed))
-    return values
+def _final(run: PlannedRun, record: RunRecord) -> Values:
+    assert run.x is not None
+    for metric in METRICS:
+        value = value_of(record, metric, MetricNames())
+        if value is not None:
+            yield run.series, run.x, metric, value
 
 
-def _by_task(found: Found) -> Values:
-    values: Values = {}
-    for run, record in found:
-        for t, value in enumerate(record.after_each_task("tasks"), start=1):
-            key = (benchmark_of(record), run.series, float(t), "accuracy")
-            values.setdefault(key, []).append((100 * float(value), run.seed))
-    return values
+def _by_task(run: PlannedRun, record: RunRecord) -> Values:
+    for t, value in enumerate(record.after_each_task("tasks"), start=1):
+        yield run.series, float(t), "accuracy", 100 * float(value)
 
 
-def _losses(found: Found) -> Values:
-    values: Values = {}
-    for run, record in found:
-        for t, losses in sorted(read_losses(record.folder).items()):
-            for j, loss in enumerate(losses, start=1):
-                key = (benchmark_of(record), f"{run.series}, task {j}", float(t + 1), "loss")
-                values.setdefault(key, []).append((loss, run.seed))
-    return values
+def _losses(run: PlannedRun, record: RunRecord) -> Values:
+    for t, losses in sorted(read_losses(record.folder).items()):
+        for j, loss in enumerate(losses, start=1):
+            yield f"{run.series}, task {j}", float(t + 1), "loss", loss
 
 
 def _papers(name: str, scale: str) -> list[Point]:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mambacl.nullspace.settings import SETTINGS
+from mambacl.paper.comparison import compare_with_paper
 from mambacl.paper.designs import FIGURES, NANO_WORDS, PlannedRun
 from mambacl.paper.drawing import TITLES, draw
 from mambacl.paper.losses import read_losses
+from mambacl.paper.page import as_table, write_paper_table
 from mambacl.paper.points import Point, points, to_csv
 from mambacl.reports.figures import png
 from mambacl.reports.groups import departures
-from mambacl.reports.paper_page import as_table, write_paper_table
-from mambacl.reports.paper_table import compare_with_paper
 from mambacl.reports.rendering import to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table

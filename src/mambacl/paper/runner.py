@@ -14,9 +14,10 @@ from mambacl.options import merge
 from mambacl.paper.designs import FIRST_ORDER, Benchmark, PlannedRun
 from mambacl.paper.losses import LossLoop
 from mambacl.reports.runs import RunRecord, load_run
+from mambacl.training.api import train
 from mambacl.training.folder import RunFolder
+from mambacl.training.identity import differences
 from mambacl.training.loop import Loop
-from mambacl.training.run import differences, train
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def records(work: Sequence[Job]) -> list[tuple[PlannedRun, RunRecord]]:
     return [
         (job.planned, load_run(job.config.folder))
         for job in work
-        if (job.config.folder / "results.json").is_file() and not job.state.startswith("another")
+        if RunFolder(job.config.folder).has_results() and not job.state.startswith("another")
     ]
 
 

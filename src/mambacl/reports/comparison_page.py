@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from mambacl.reports import figures
-from mambacl.reports.groups import Group, common_headline, group_runs
+from mambacl.reports.groups import Group, Value, common_headline, group_runs
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.run_page import Data, matrix
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import comparison_table, differences_table, progress_table
 from mambacl.reports.templating import Page, Picture, render
+from mambacl.training.metrics import Metric, table_metrics
 
 
 def comparison_page(records: Sequence[RunRecord]) -> Page:
@@ -35,17 +36,16 @@ def comparison_page(records: Sequence[RunRecord]) -> Page:
     return render("comparison.html", **data)
 
 
-def _best(records: Sequence[RunRecord], groups: Sequence[Group]) -> Data:
+def _best(records: Sequence[RunRecord], groups: Sequence[Group]) -> list[tuple[Metric, Value, str]]:
     """The best group by each headline figure; only where all runs are of one benchmark and so can compete."""
     if len({record.benchmark for record in records}) > 1:
-        return {}
-    best: Data = {}
-    for name in ("final_accuracy", "forgetting", "learning_accuracy", "average_incremental_accuracy"):
-        metric = f"{name}_{common_headline(records)}" if name == "final_accuracy" else name
-        known = [(value, group.label) for group in groups if (value := group.metric(metric)) is not None]
-        if known:
-            value, label = (min if name == "forgetting" else max)(known, key=lambda pair: pair[0].mean)
-            best[name] = {"value": value, "group": label}
+        return []
+    best = []
+    for metric in table_metrics(common_headline(records)):
+        known = [(value, group.label) for group in groups if (value := group.metric(metric.name)) is not None]
+        if known and metric.better:
+            value, label = (min if metric.better == "min" else max)(known, key=lambda pair: pair[0].mean)
+            best.append((metric, value, label))
     return best
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mambacl.errors import UserError
-from mambacl.reports.matrix_files import MatrixOf, lower_rows
+from mambacl.reports.matrix_files import ImportedMatrix, lower_rows
 
 NUMBER = r"(?:[\w.]+\()?(nan|-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"  # also as np.float64(91.2)
 PILOT_ROW = re.compile(r"\bCNN: (\{.*\})")
@@ -27,9 +27,9 @@ SAME_DATA = {
 }  # fmt: skip
 
 
-def read_pilot(path: Path, text: str) -> list[MatrixOf]:
+def read_pilot(path: Path, text: str) -> list[ImportedMatrix]:
     words: dict[str, str] = {}
-    found: list[MatrixOf] = []
+    found: list[ImportedMatrix] = []
     rows: list[list[float | None]] = []
     totals: list[float] = []
 
@@ -39,7 +39,7 @@ def read_pilot(path: Path, text: str) -> list[MatrixOf]:
             seed = int(words["seed"]) if words.get("seed", "").isdigit() else None
             over = tuple(total / 100 for total in totals) if len(totals) == len(rows) else None
             lower = lower_rows(path, rows, 100.0)
-            found.append(MatrixOf("PILOT", lower, words.get("model_name"), benchmark, seed, over_images=over))
+            found.append(ImportedMatrix("PILOT", lower, words.get("model_name"), benchmark, seed, over_images=over))
         rows.clear()
         totals.clear()
 
@@ -64,7 +64,7 @@ def read_pilot(path: Path, text: str) -> list[MatrixOf]:
     return found
 
 
-def read_mammoth(path: Path, text: str) -> list[MatrixOf]:
+def read_mammoth(path: Path, text: str) -> list[ImportedMatrix]:
     if "task-il" in path.parts:
         raise UserError(f"{path} is of task-incremental evaluation; give the logs.pyd under class-il instead.")
     found = []
@@ -77,11 +77,11 @@ def read_mammoth(path: Path, text: str) -> list[MatrixOf]:
         benchmark = _benchmark(_said(line, "dataset"), "mammoth", tasks)
         seed = re.search(r"'seed': (\d+)", line)
         lower = lower_rows(path, rows, 100.0)
-        found.append(MatrixOf("Mammoth", lower, _said(line, "model"), benchmark, int(seed[1]) if seed else None))
+        found.append(ImportedMatrix("Mammoth", lower, _said(line, "model"), benchmark, int(seed[1]) if seed else None))
     return found
 
 
-def read_avalanche(path: Path, text: str) -> list[MatrixOf]:
+def read_avalanche(path: Path, text: str) -> list[ImportedMatrix]:
     values: dict[tuple[int, int], float] = {}
     for number, entry in enumerate(csv.DictReader(text.splitlines()), start=2):
         after, on, accuracy = (str(entry.get(key)).strip() for key in ("training_exp", "eval_exp", "eval_accuracy"))
@@ -93,10 +93,10 @@ def read_avalanche(path: Path, text: str) -> list[MatrixOf]:
             raise UserError(f"{path}, line {number}: '{accuracy}' on '{on}' after '{after}' is no result.") from None
     tasks = 1 + max((t for t, _ in values), default=-1)
     rows = [[values.get((t, j)) for j in range(tasks)] for t in range(tasks)]
-    return [MatrixOf("Avalanche", lower_rows(path, rows, 1.0))]
+    return [ImportedMatrix("Avalanche", lower_rows(path, rows, 1.0))]
 
 
-def reader_of(text: str) -> Callable[[Path, str], list[MatrixOf]] | None:
+def reader_of(text: str) -> Callable[[Path, str], list[ImportedMatrix]] | None:
     """Whose file it is, by what stands in it; None for none of the three."""
     if PILOT_ROW.search(text):
         return read_pilot

@@ -10,19 +10,27 @@ import numpy as np
 
 from mambacl.nullspace.settings import SETTINGS
 from mambacl.reports.runs import Floats, RunRecord
+from mambacl.training.identity import SEEDS, defining, flatten
 from mambacl.training.recipe import RECIPES
 
-SEED_KEYS = ("seed", "out", "stream.order_seed", "device", "training.workers", "training.eval_batch_size")
-"""in these, the runs of a group may differ"""
 SHOWN_DIFFERENCES = 3
 
 
 @dataclass(frozen=True)
 class Value:
-    """A figure in per cent: the mean over seeds and, from two seeds on, their sample standard deviation."""
+    """A figure, in per cent unless its table says otherwise: the mean over seeds and, from two seeds on, their sample
+    standard deviation."""
 
     mean: float
     std: float | None = None
+
+
+def mean_and_deviation(values: Sequence[float | None], scale: float = 1.0) -> Value | None:
+    """None where one of them is missing."""
+    known = [scale * value for value in values if value is not None and np.isfinite(value)]
+    if not known or len(known) < len(values):
+        return None
+    return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -56,12 +64,9 @@ class Group:
         """A figure of finished runs; before the end it would stand beside final figures and mean something else."""
         return self.summary(lambda run: run.metric(name)) if self.finished else None
 
-    def summary(self, of: Callable[[RunRecord], float | None]) -> Value | None:
-        values = [of(run) for run in self.runs]
-        known = [100 * value for value in values if value is not None and np.isfinite(value)]
-        if len(known) < len(values):
-            return None
-        return Value(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
+    def summary(self, of: Callable[[RunRecord], float | None], scale: float = 100.0) -> Value | None:
+        """Of what each run has, times `scale`."""
+        return mean_and_deviation([of(run) for run in self.runs], scale)
 
     def after_each_task(self, over: str) -> tuple[Floats, Floats | None]:
         """Accuracy in per cent after each task: mean over the seeds and, from two on, sample standard deviation."""
@@ -77,7 +82,7 @@ def group_runs(records: Iterable[RunRecord]) -> list[Group]:
     gathered: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in records:
         progress = (record.finished, record.tasks_done, len(record.tasks))
-        key = (*_kind(record), json.dumps(comparable_config(record), sort_keys=True), *progress)
+        key = (*_kind(record), json.dumps(experiment(record), sort_keys=True), *progress)
         gathered.setdefault(key, []).append(record)
     groups = [sorted(runs, key=_seed_order) for runs in gathered.values()]
     firsts = [runs[0] for runs in groups]
@@ -96,25 +101,18 @@ def common_headline(records: Iterable[RunRecord]) -> str:
     return "images" if {record.headline for record in records} == {"images"} else "tasks"
 
 
-def comparable_config(record: RunRecord) -> dict[str, str]:
-    """The configuration with dotted keys and values as text, without what a seed may change."""
-    flat = flatten(record.config)
-    return {key: value for key, value in flat.items() if key not in SEED_KEYS}
+def experiment(record: RunRecord) -> dict[str, str]:
+    """The options that the runs of a group share, by dotted name and as text."""
+    return {key: text(value) for key, value in defining(record.config).items() if key not in SEEDS}
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return flat
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def differing_keys(records: Sequence[RunRecord]) -> list[str]:
-    """Keys of the configuration, seeds apart, in which the runs are not all equal."""
-    configs = [comparable_config(record) for record in records]
+def differing_options(records: Sequence[RunRecord]) -> list[str]:
+    """Options, seeds apart, in which the runs are not all equal."""
+    configs = [experiment(record) for record in records]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
     implied = set(differing)
@@ -125,7 +123,7 @@ def differing_keys(records: Sequence[RunRecord]) -> list[str]:
 
 def departures(record: RunRecord) -> list[str]:
     """Where a run is not trained as in the paper: another setting or recipe, and what was changed in the recipe."""
-    config = comparable_config(record)
+    config = experiment(record)
     words = [f"{word} {config[word]}" for word in ("setting", "recipe") if config.get(word, "paper") != "paper"]
     if config.get("recipe") not in RECIPES:
         return words
@@ -136,20 +134,20 @@ def departures(record: RunRecord) -> list[str]:
 
 def _implied(config: Mapping[str, str]) -> set[str]:
     """Keys whose values are just those of the setting and the recipe that the configuration names."""
-    known: dict[str, str] = {}
+    known: dict[str, Any] = {}
     for group, word, named in (("nullspace", "setting", SETTINGS), ("training", "recipe", RECIPES)):
         name = config.get(word, "")
         if name in named:
             known |= flatten(dataclasses.asdict(named[name]), f"{group}.")
-    return {key for key, value in known.items() if config.get(key) == value}
+    return {key for key, value in known.items() if config.get(key) == text(value)}
 
 
 def _differences(record: RunRecord, siblings: Sequence[RunRecord]) -> str:
     """What to add to a method's name, as in ", eta=0.9"; the last word of a key where it says enough."""
-    keys = differing_keys(siblings)
+    keys = differing_options(siblings)
     if not keys:
         return ""
-    config = comparable_config(record)
+    config = experiment(record)
     tails = [key.rpartition(".")[2] for key in keys]
     words = [
         f"{tail if tails.count(tail) == 1 else key}={_short(config.get(key, 'unset'))}"

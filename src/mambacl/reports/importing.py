@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mambacl.errors import UserError
-from mambacl.evaluation import METRICS, OVER_IMAGES
-from mambacl.evaluation.metrics import mean
 from mambacl.reports.foreign_logs import reader_of
-from mambacl.reports.matrix_files import MatrixOf, read_csv, read_json
-from mambacl.reports.runs import SCHEMA, RunRecord
+from mambacl.reports.matrix_files import ImportedMatrix, read_csv, read_json
+from mambacl.reports.runs import RunRecord
+from mambacl.training.folder import SCHEMA
+from mambacl.training.metrics import list_metrics, mean
 
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".joblib")
 COUNTED = ("cifar100", "imagenet-r", "domainnet-s200", "domainnet-345")
@@ -33,7 +33,7 @@ def import_records(
     return records
 
 
-def read_matrices(path: Path) -> list[MatrixOf]:
+def read_matrices(path: Path) -> list[ImportedMatrix]:
     """Whatever the file is of: PILOT, Mammoth, Avalanche, JSON, or else CSV."""
     if path.suffix.lower() in PICKLES:
         raise UserError(f"{path} may hold a pickle, which is never opened; save the matrix as CSV or JSON.")
@@ -52,7 +52,7 @@ def read_matrices(path: Path) -> list[MatrixOf]:
     return (reader_of(text) or read_csv)(path, text)
 
 
-def _benchmark(path: Path, matrix: MatrixOf, given: str | None) -> str:
+def _benchmark(path: Path, matrix: ImportedMatrix, given: str | None) -> str:
     name, tasks = given or matrix.benchmark, len(matrix.rows)
     if name is None:
         raise UserError(f"{path} does not say its benchmark; add --import-benchmark, such as cifar100-{tasks}.")
@@ -64,12 +64,12 @@ def _benchmark(path: Path, matrix: MatrixOf, given: str | None) -> str:
     return name
 
 
-def _record(path: Path, matrix: MatrixOf, method: str, benchmark: str, seed: int) -> RunRecord:
+def _record(path: Path, matrix: ImportedMatrix, method: str, benchmark: str, seed: int) -> RunRecord:
     """R stands for counts, with totals of one, where the file does not say how many images a task has."""
     total = list(matrix.total or [1] * len(matrix.rows))
     correct = [[value * total[j] for j, value in enumerate(row)] for row in matrix.rows]
     metrics = {
-        name: metric(correct, total) for name, metric in METRICS.items() if matrix.total or name not in OVER_IMAGES
+        metric.name: metric.function(correct, total) for metric in list_metrics() if matrix.total or metric.needs == "R"
     }
     if matrix.over_images:
         metrics["final_accuracy_images"] = matrix.over_images[-1]

@@ -21,7 +21,7 @@ EMPTY = ("", "-", "nan", "none", "null")
 
 
 @dataclass(frozen=True)
-class MatrixOf:
+class ImportedMatrix:
     """One run's matrix as a file gives it, in fractions of one, row t with the tasks up to t."""
 
     tool: str
@@ -57,7 +57,7 @@ def lower_rows(path: Path, rows: Sequence[Sequence[float | None]], scale: float)
     return tuple(checked)
 
 
-def read_csv(path: Path, text: str) -> list[MatrixOf]:
+def read_csv(path: Path, text: str) -> list[ImportedMatrix]:
     """A matrix of numbers, with or without a head and a first column of names; `# method: NAME` says more."""
     words: dict[str, Any] = {}
     lines: list[tuple[int, list[str]]] = []
@@ -79,7 +79,7 @@ def read_csv(path: Path, text: str) -> list[MatrixOf]:
     return [_matrix(path, "CSV", rows, words)]
 
 
-def read_json(path: Path, text: str) -> list[MatrixOf]:
+def read_json(path: Path, text: str) -> list[ImportedMatrix]:
     """A list of rows; or {"accuracy": rows, "method": ..., "benchmark": ..., "seed": ...}; or a list of these."""
     try:
         contents = json.loads(text)
@@ -96,7 +96,7 @@ def read_json(path: Path, text: str) -> list[MatrixOf]:
     return found
 
 
-def _matrix(path: Path, tool: str, rows: list[list[float | None]], words: Mapping[str, Any]) -> MatrixOf:
+def _matrix(path: Path, tool: str, rows: list[list[float | None]], words: Mapping[str, Any]) -> ImportedMatrix:
     unit = words.get("unit")
     if unit is not None and unit not in UNITS:
         raise UserError(f"{path}: the unit is percent or fraction, got '{unit}'.")
@@ -105,7 +105,7 @@ def _matrix(path: Path, tool: str, rows: list[list[float | None]], words: Mappin
     method, benchmark = (None if words.get(key) in (None, "") else str(words[key]) for key in ("method", "benchmark"))
     checked = lower_rows(path, rows, scale)
     total = _totals(path, words.get("total"), len(checked))
-    return MatrixOf(tool, checked, method, benchmark, _seed(path, words.get("seed")), total)
+    return ImportedMatrix(tool, checked, method, benchmark, _seed(path, words.get("seed")), total)
 
 
 def _totals(path: Path, values: Any, tasks: int) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int
         seconds = plan.decomposition_seconds
         decomposition += f"; {seconds:.1f} s a task on {device}, {tasks * seconds:.0f} s for {tasks}"
     lines = [
-        f"{backbone} at {size} px: {plan.blocks} selective SSMs, D {_listed(plan.widths)}, L {_listed(plan.tokens)}",
+        f"{backbone} at {size} px: {plan.blocks} selective SSMs, D {_joined(plan.widths)}, L {_joined(plan.tokens)}",
         f"{protected:.0%} of the directions protected, projectors in {storage}",
         "",
         "Auxiliary bytes between tasks",
@@ -45,7 +45,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def _listed(values: tuple[int, ...]) -> str:
+def _joined(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from mambacl.reports import audits, figures, spectra_figures
-from mambacl.reports.families import Family, spectrum_families
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
+from mambacl.reports.spectra import FeatureSpectra, spectra_by_feature
 from mambacl.reports.tables import comparison_table, metrics_table
 from mambacl.reports.templating import Page, Picture, render
+from mambacl.training.metrics import Metric, table_metrics
 
 Data = dict[str, Any]
 
@@ -77,15 +78,11 @@ def matrix(record: RunRecord) -> Matrix:
     return Matrix(record.headline, tuple(rows), lost, float(np.mean(lost)) if lost else None)
 
 
-def _headline(record: RunRecord) -> dict[str, Value | None]:
+def _headline(record: RunRecord) -> list[tuple[Metric, Value | None]]:
     if not record.tasks_done:
-        return {}
-    values = {name: record.metric(name) for name in ("forgetting", "learning_accuracy", "average_incremental_accuracy")}
-    now = float(record.after_each_task(record.headline)[-1])
-    values["accuracy"] = record.metric(f"final_accuracy_{record.headline}") if record.finished else now
-    return {
-        name: None if value is None or not np.isfinite(value) else Value(100 * value) for name, value in values.items()
-    }
+        return []
+    values = [(metric, record.metric(metric.name)) for metric in table_metrics(record.headline)]
+    return [(metric, None if value is None else Value(100 * value)) for metric, value in values]
 
 
 def _accuracy(record: RunRecord) -> Data:
@@ -134,7 +131,7 @@ def _training(record: RunRecord) -> Data:
 
 
 def _null_space(record: RunRecord) -> Data:
-    families = spectrum_families(record)
+    families = spectra_by_feature(record)
     if not families or record.spectra_task is None:
         return {}
     return {
@@ -143,7 +140,7 @@ def _null_space(record: RunRecord) -> Data:
     }
 
 
-def _spectra(family: Family) -> Data:
+def _spectra(family: FeatureSpectra) -> Data:
     return {
         "title": family.title,
         "blocks": len(family.spectra),

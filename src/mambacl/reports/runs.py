@@ -1,26 +1,22 @@
-"""What a run folder says, read and checked once: results, configuration, epochs, and the spectra of its null space.
+"""The record of a run: its results, configuration and epochs, and the spectra of its null space.
 
-A folder may be of a run that still goes on or broke off; whatever it has finished so far is a valid record.
+A run may still go on or have broken off; whatever it has finished so far is a valid record.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mambacl.errors import UserError
-from mambacl.evaluation import SCENARIOS
 from mambacl.tensorfile import ALIAS
-
-SCHEMA = 1
-NULLSPACE_FILE = re.compile(r"task-(\d+)\.safetensors")
+from mambacl.training import metrics
+from mambacl.training.folder import RunFolder
 
 Floats = NDArray[np.float64]
 
@@ -105,31 +101,37 @@ class RunRecord:
 
     def accuracies(self) -> Floats:
         """R[t, j], the share right on task j after task t, as (tasks done, tasks done); NaN above the diagonal."""
-        done = self.tasks_done
-        matrix = np.full((done, done), np.nan)
-        for t, row in enumerate(self.results["correct"]):
-            for j, correct in enumerate(row):
-                total = self.results["total"][j]
-                matrix[t, j] = correct / total if total else np.nan
+        matrix = np.full((self.tasks_done, self.tasks_done), np.nan)
+        for t, row in enumerate(metrics.accuracy_matrix(*self._counts)):
+            matrix[t, : t + 1] = row
         return matrix
 
     def after_each_task(self, over: str) -> Floats:
         """Accuracy over all tasks seen after each task: a mean over "tasks", or over "images"."""
-        if over == "images":
-            totals = np.cumsum(self.results["total"][: self.tasks_done], dtype=np.float64)
-            right = np.array([sum(row) for row in self.results["correct"]], dtype=np.float64)
-            return np.divide(right, totals, out=np.full(len(right), np.nan), where=totals > 0)
-        return np.array([_mean(row[: t + 1]) for t, row in enumerate(self.accuracies())])
+        curve = metrics.accuracy_over_images if over == "images" else metrics.accuracy_over_tasks
+        return np.array(curve(*self._counts))
 
     def forgetting_by_task(self) -> Floats:
         """For each task before the last one learned: best accuracy over the rows before the last, less the last."""
-        matrix = self.accuracies()
-        return np.array([np.max(matrix[j:-1, j]) - matrix[-1, j] for j in range(len(matrix) - 1)])
+        return np.array(metrics.forgetting_by_task(*self._counts))
 
     def metric(self, name: str) -> float | None:
-        """A figure of `results["metrics"]`, as a fraction of one; None where the run has none."""
+        """A metric by name, as a fraction of one: as the run stored it, or else from its counts; None where these do
+        not tell."""
         value = self.results.get("metrics", {}).get(name)
+        entry = metrics.METRICS.get(name)
+        if value is None and self.tasks_done and (entry.needs == "R" or not self.imported):
+            value = entry.function(*self._counts)
         return float(value) if isinstance(value, int | float) and np.isfinite(value) else None
+
+    @property
+    def _counts(self) -> tuple[metrics.Counts, metrics.Totals]:
+        return self.results["correct"], self.results["total"]
+
+    @property
+    def imported(self) -> str | None:
+        """The tool whose file the figures come from; None for a run of ours."""
+        return self.results.get("imported")
 
     @property
     def skipped(self) -> list[str]:
@@ -146,121 +148,31 @@ class RunRecord:
 
 def load_run(path: str | Path) -> RunRecord:
     """Reads a run folder; one that is missing, of another kind or damaged is a `UserError`."""
-    folder = Path(path)
-    if not folder.is_dir():
-        what = "is a file, not a run folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; give a folder that mambacl train wrote, such as runs/<preset>-<method>-0.")
-    if not (folder / "results.json").is_file():
-        raise UserError(
-            f"{folder} is not a run folder, for it has no results.json; give a folder that mambacl train wrote, "
-            "such as runs/<preset>-<method>-0."
-        )
-    results = _read_results(folder / "results.json")
-    config_text = _read_text(folder / "config.yaml")
-    stream = folder / "stream.json"
-    config = _parse_config(folder / "config.yaml", config_text)
-    spectra, spectra_task, setting, parts = _read_spectra(folder / "checkpoints")
-    configured = config.get("nullspace")
-    setting = setting or (configured if isinstance(configured, Mapping) else {})
+    folder = RunFolder.with_results(path)
+    results, options = folder.results(), folder.options()
+    spectra, spectra_task, setting, parts = _read_spectra(folder)
+    configured = options.get("nullspace")
+    epochs = {(event["task"], event["epoch"]): event for event in folder.events("epoch", "task", "epoch")}
     return RunRecord(
-        folder=folder,
+        folder=folder.path,
         results=results,
-        config=config,
-        config_text=config_text,
-        stream=_mapping(stream, _parse_json(stream, _read_text(stream))) if stream.is_file() else {},
-        epochs=_read_epochs(folder / "metrics.jsonl"),
+        config=options,
+        config_text=folder.config_text(),
+        stream=folder.stream() if folder.has_stream() else {},
+        epochs=tuple(epochs[key] for key in sorted(epochs)),
         spectra=spectra,
         spectra_task=spectra_task,
         parts=parts,
-        audit=_read_audit(folder / "audit.json"),
-        setting=setting,
+        audit=folder.audit(),
+        setting=setting or (configured if isinstance(configured, Mapping) else {}),
     )
 
 
-def _read_audit(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    audit = _mapping(path, _parse_json(path, _read_text(path)))
-    if audit.get("schema") != SCHEMA or not all(isinstance(audit.get(key), list) for key in ("tasks", "updates")):
-        raise UserError(f"{path} is no audit that this version reads; make it again with mambacl audit {path.parent}.")
-    return audit
-
-
-def _read_results(path: Path) -> Mapping[str, Any]:
-    results = _mapping(path, _parse_json(path, _read_text(path)))
-    if results.get("schema") != SCHEMA:
-        raise UserError(
-            f"{path} has the schema {results.get('schema')!r}, and this version of mambacl reads schema {SCHEMA}: "
-            "make the report with the version that wrote the run."
-        )
-    problem = _problem(results)
-    if problem:
-        raise UserError(f"{path} is damaged ({problem}); restore it, or train the run again with --overwrite.")
-    return results
-
-
-def _problem(results: Mapping[str, Any]) -> str | None:
-    """What is wrong with the counts, in words; every table and figure relies on them."""
-    tasks, correct, total = (results.get(name) for name in ("tasks", "correct", "total"))
-    for name, value in (("tasks", tasks), ("correct", correct), ("total", total)):
-        if not isinstance(value, list):
-            return f"'{name}' is not a list"
-    assert isinstance(tasks, list) and isinstance(correct, list) and isinstance(total, list)
-    if not all(isinstance(task, list) for task in tasks):
-        return "'tasks' is not a list of lists of classes"
-    if len(correct) > len(total) or len(correct) > len(tasks):
-        return f"{len(correct)} rows of counts for {min(len(total), len(tasks))} tasks"
-    if not all(_is_count(value) for value in total):
-        return "'total' holds something else than counts"
-    for t, row in enumerate(correct):
-        if not isinstance(row, list) or len(row) != t + 1:
-            return f"row {t} of 'correct' does not have {t + 1} counts"
-        if not all(_is_count(value) and value <= total[j] for j, value in enumerate(row)):
-            return f"row {t} of 'correct' holds something else than counts up to 'total'"
-    for name in ("metrics", "seconds", "versions"):
-        if not isinstance(results.get(name, {}), Mapping):
-            return f"'{name}' is not a mapping"
-    if str(results.get("scenario", "class")) not in SCENARIOS:
-        return f"'scenario' is none of {', '.join(SCENARIOS)}"
-    domains = results.get("domains")
-    if domains is not None and (not isinstance(domains, list) or len(domains) != len(tasks)):
-        return "'domains' does not name one for each task"
-    for name in ("class_names", "class_order"):
-        if not isinstance(results.get(name) or [], list):
-            return f"'{name}' is not a list"
-    return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _read_epochs(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """The epoch events. A last line cut off by a crash is left out; a broken line before it is an error."""
-    lines = _read_text(path).split("\n")
-    last: dict[tuple[int, int], Mapping[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                break
-            raise UserError(f"{path} is damaged in line {number}; remove that line to go on without it.") from None
-        if isinstance(event, Mapping) and event.get("event") == "epoch":
-            try:
-                last[int(event["task"]), int(event["epoch"])] = event
-            except (KeyError, TypeError, ValueError):
-                raise UserError(f"{path}: line {number} is an epoch without task and epoch; remove it.") from None
-    return tuple(last[key] for key in sorted(last))
-
-
 def _read_spectra(
-    folder: Path,
+    folder: RunFolder,
 ) -> tuple[dict[str, Spectrum], int | None, Mapping[str, Any], Mapping[str, Mapping[str, str]]]:
     """Spectra and ranks of the latest null space. Covariances and bases, which are large, stay on disk."""
-    files = {int(match[1]): path for path in folder.glob("*") if (match := NULLSPACE_FILE.fullmatch(path.name))}
+    files = folder.task_files()
     if not files:
         return {}, None, {}, {}
     path = files[max(files)]
@@ -284,45 +196,3 @@ def _read_spectra(
         raise UserError(f"{path} is damaged ({error}); move it away to make the report without its spectra.") from None
     setting, parts = (value if isinstance(value, Mapping) else {} for value in (setting, parts))
     return spectra, max(files), setting, parts
-
-
-def _parse_config(path: Path, text: str) -> Mapping[str, Any]:
-    try:
-        return _mapping(path, yaml.safe_load(text) or {})
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML ({_one_line(error)}); restore the file.") from None
-
-
-def _parse_json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); restore the file.") from None
-
-
-def _mapping(path: Path, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UserError(f"{path} holds a {type(value).__name__} where a mapping belongs; restore the file.")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    """The text of a file, empty if there is none: only results.json is needed for a report."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; restore the file.") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions.") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _mean(values: Floats) -> float:
-    """Mean without tasks that have no test image (NaN)."""
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else float("nan")

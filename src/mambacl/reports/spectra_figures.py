@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
-from mambacl.reports.families import Family
 from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_below, power_of_ten, styled
 from mambacl.reports.runs import Floats
+from mambacl.reports.spectra import FeatureSpectra
 
 FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
 MAX_POINTS = 240  # of a curve: a panel is no more pixels wide
@@ -56,7 +56,7 @@ class Panel:
 
 
 @styled
-def spectra(family: Family) -> Figure:
+def spectra(family: FeatureSpectra) -> Figure:
     """Small multiples, one per block: eigenvalues relative to the largest, with the null directions shaded.
 
     All panels are drawn together, line by line and text by text: an `Axes` for each would take ten times as long.
@@ -115,7 +115,7 @@ def spectra(family: Family) -> Figure:
 
 
 @styled
-def protected_directions(families: Sequence[Family]) -> Figure:
+def protected_directions(families: Sequence[FeatureSpectra]) -> Figure:
     """How many directions each block protects, on a logarithmic scale: the rest is room to learn in."""
     figure, (axes,) = frame(7.2, 4.0)
     blocks = list(dict.fromkeys(block for family in families for block in family.spectra))

@@ -6,26 +6,14 @@ from typing import Literal
 
 import numpy as np
 
-from mambacl.evaluation import SCENARIOS
-from mambacl.reports.groups import Group, Value, common_headline, comparable_config, differing_keys, group_runs
+from mambacl.reports.groups import Group, Value, common_headline, differing_options, experiment, group_runs
 from mambacl.reports.runs import RunRecord
+from mambacl.scenarios import SCENARIOS
+from mambacl.training.metrics import list_metrics, table_metrics
 
 Cell = str | Value | None
 MOST_TASK_COLUMNS = 10
 MISSING, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
-
-FORMULAS = {
-    "final_accuracy_tasks": "final accuracy: mean over tasks of the accuracy after the last task, the paper's formula",
-    "final_accuracy_images": "final accuracy: right answers over all test images after the last task",
-    "forgetting": "forgetting: best over the rows before the last, the paper's formula",
-    "forgetting_public": "forgetting (public code): best over all rows, the last included",
-    "forgetting_first_to_last": "forgetting (first to last): accuracy just after a task less that after the last task",
-    "learning_accuracy": "learning accuracy: mean accuracy on each task just after it was learned",
-    "average_incremental_accuracy": "average incremental accuracy: mean over t of the accuracy over images after t",
-    "average_incremental_accuracy_tasks": "average incremental accuracy: mean over t of the mean over tasks after t",
-    "backward_transfer": "backward transfer: mean over the tasks before the last of the accuracy after the last task "
-    "less the accuracy just after that task",
-}
 
 
 @dataclass(frozen=True)
@@ -77,19 +65,14 @@ def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some"
 
     words = ["method", *["benchmark"] * several_benchmarks, *["backbone"] * several_backbones, "seeds"]
     columns = [Column(word, text=True) for word in words]
-    columns += [
-        Column("final accuracy", "max" if rank else None),
-        Column("forgetting", "min" if rank else None),
-        Column("learning accuracy", "max" if rank else None),
-        Column("average incremental accuracy", "max" if rank else None),
-    ]
+    metrics = table_metrics(headline)
+    columns += [Column(metric.title, metric.better if rank else None) for metric in metrics]
     columns += [Column(f"after {step + 1}") for step in steps]
     rows = []
     for group in groups:
         row: list[Cell] = [group.name + (f" ({group.progress})" if group.progress else "")]
         row += [group.first.benchmark] * several_benchmarks + [group.first.backbone] * several_backbones
-        row += [group.seeds, group.metric(f"final_accuracy_{headline}"), group.metric("forgetting")]
-        row += [group.metric("learning_accuracy"), group.metric("average_incremental_accuracy")]
+        row += [group.seeds, *(group.metric(metric.name) for metric in metrics)]
         row += _after(group, steps, headline)
         rows.append(tuple(row))
     caption = " and ".join(dict.fromkeys(record.benchmark for record in records)) + ", in per cent"
@@ -113,9 +96,9 @@ def progress_table(records: Sequence[RunRecord]) -> Table:
 def metrics_table(record: RunRecord) -> Table:
     """Every metric of one run, with its formula in words."""
     rows: list[tuple[Cell, ...]] = []
-    for name, formula in FORMULAS.items():
-        value = record.metric(name)
-        rows.append((name, None if value is None else Value(100 * value), formula.partition(": ")[2]))
+    for metric in list_metrics():
+        value = record.metric(metric.name)
+        rows.append((metric.name, None if value is None else Value(100 * value), metric.meaning))
     columns = (Column("metric", text=True), Column("per cent"), Column("formula", text=True))
     return Table("All metrics", columns, tuple(rows))
 
@@ -123,8 +106,8 @@ def metrics_table(record: RunRecord) -> Table:
 def differences_table(groups: Sequence[Group]) -> Table:
     """The settings in which the groups are not all equal, one row a setting."""
     firsts = [group.first for group in groups]
-    configs = [comparable_config(record) for record in firsts]
-    rows = tuple((key, *(config.get(key) for config in configs)) for key in differing_keys(firsts))
+    configs = [experiment(record) for record in firsts]
+    rows = tuple((key, *(config.get(key) for config in configs)) for key in differing_options(firsts))
     columns = (Column("setting", text=True), *(Column(group.label, text=True) for group in groups))
     return Table("Settings that differ", columns, rows)
 
@@ -157,8 +140,7 @@ def _after(group: Group, steps: Sequence[int], headline: str) -> list[Cell]:
 def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmarks: bool) -> list[str]:
     """What a reader must know to compare the figures with those of others."""
     runs = [run for group in groups for run in group.runs]
-    notes = [FORMULAS[f"final_accuracy_{headline}"], FORMULAS["forgetting"]]
-    notes += [FORMULAS["learning_accuracy"], FORMULAS["average_incremental_accuracy"]]
+    notes = [metric.sentence for metric in table_metrics(headline)]
     if steps:
         over = "mean over the tasks seen" if headline == "tasks" else "right answers over all test images seen"
         notes.append(f"after t: accuracy after task t, {over}")
@@ -173,12 +155,12 @@ def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmar
     for group in groups:
         if len({str(run.seed) for run in group.runs}) < len(group.runs):
             notes.append(f"{group.label}: a seed occurs more than once, so the deviation is too small")
-    tools = list(dict.fromkeys(run.results["imported"] for run in runs if "imported" in run.results))
+    tools = list(dict.fromkeys(run.imported for run in runs if run.imported))
     if tools:
         notes.append(
             f"imported from {', '.join(tools)}: accuracies as the file gives them, on its own split and class order"
         )
-    images = {sum(run.results["total"]) for run in runs if run.finished and "imported" not in run.results}
+    images = {sum(run.results["total"]) for run in runs if run.finished and not run.imported}
     if len(images) > 1 and not several_benchmarks:
         notes.append(f"the runs were not tested on the same number of images: {min(images):,} to {max(images):,}")
     return notes

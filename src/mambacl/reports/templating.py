@@ -15,8 +15,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mambacl.evaluation import SCENARIOS
-from mambacl.reports.tables import FORMULAS, MINUS, MISSING, one_decimal
+from mambacl.reports.tables import MINUS, MISSING, one_decimal
+from mambacl.scenarios import SCENARIOS
+from mambacl.training.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _environment() -> Environment:
         extensions=["jinja2.ext.do"],
     )
     environment.filters |= {"number": _number, "duration": duration, "shell": lambda words: shlex.quote(str(words))}
-    environment.globals |= {"formula": _formula, "missing": MISSING, "scenarios": SCENARIOS}
+    environment.globals |= {"metric": METRICS.get, "missing": MISSING, "scenarios": SCENARIOS}
     return environment
 
 
@@ -91,8 +92,3 @@ def _printable(value: Any) -> Any:
 
 def _number(value: float) -> str:
     return one_decimal(value).replace("-", MINUS) if np.isfinite(value) else MISSING
-
-
-def _formula(metric: str) -> str:
-    """A metric's definition in words, without its name."""
-    return FORMULAS[metric].partition(": ")[2]

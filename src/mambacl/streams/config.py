@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mambacl.errors import UserError
-from mambacl.evaluation.scenarios import SCENARIOS, Scenario
 from mambacl.paths import expanded
 from mambacl.registry import did_you_mean
+from mambacl.scenarios import SCENARIOS, Scenario
 from mambacl.streams.orders import is_file
 
 Augment = Literal["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mambacl.datasets.base import DataSet, Images, open_dataset
 from mambacl.errors import UserError
-from mambacl.evaluation import Scenario
+from mambacl.scenarios import Scenario
 from mambacl.streams.batched import BatchedBatches, BatchedTransforms, Shelf
 from mambacl.streams.config import StreamConfig
 from mambacl.streams.domains import domains_in_order, in_several

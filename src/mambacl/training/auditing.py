@@ -4,46 +4,41 @@ With `audit_images`, `checkpoints/audit-NN.safetensors` holds images of a task a
 the task ended. `audit.json` has how far that has moved, and how much of each update fell into protected directions.
 """
 
-import re
 from typing import Any
 
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.adapters import find_blocks
 from mambacl.nullspace.audit import drift, record
+from mambacl.nullspace.blocks import find_blocks
 from mambacl.tensorfile import read_tensors, write_tensors
-from mambacl.training.folder import RunFolder
-
-AUDIT_FILE = re.compile(r"audit-(\d+)\.safetensors")
+from mambacl.training.folder import RunFolder, audit_file
 
 
 def keep(folder: RunFolder, task: int, model: nn.Module, images: Tensor) -> None:
     """Notes what the model makes of some images of the task that has just ended."""
     noted = {name: tensor.cpu() for name, tensor in record(model, find_blocks(model), images).items()}
-    write_tensors(folder.checkpoints / f"audit-{task:02d}.safetensors", {"images": images.cpu(), **noted}, {})
+    write_tensors(folder.checkpoints / audit_file(task), {"images": images.cpu(), **noted}, {})
 
 
 def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Compares the model as it is now, after `tasks` tasks, with what was noted; writes audit.json and returns it."""
+    """Compares the model now, after `tasks` tasks, with what was noted; writes audit.json and returns it."""
     device, blocks = next(model.parameters()).device, find_blocks(model, layers=True)
     kept = []
-    for path in sorted(folder.checkpoints.glob("audit-*.safetensors")):
-        number = AUDIT_FILE.fullmatch(path.name)
-        if number is None or int(number[1]) >= tasks:
+    for task, path in folder.audit_files().items():
+        if task >= tasks:
             continue
         then, _ = read_tensors(path)
         images = then.pop("images").to(device)
         now = {name: tensor.cpu() for name, tensor in record(model, blocks, images).items()}
         if now.keys() != then.keys():
             raise UserError(f"{path} is not of this run's model: was config.yaml edited?")
-        kept.append({"task": int(number[1]), "images": len(images), "drift": drift(then, now)})
+        kept.append({"task": task, "images": len(images), "drift": drift(then, now)})
     roles = {part.name: {"block": block.name, "kind": part.kind} for block in blocks for part in block.parts}
     updates = []
     for task, rows in enumerate(moved):
         protected = [name for name in roles if name in rows and rows[name].any()]  # in the model's order
         parts = [{"part": name, **roles[name], "moved": rows[name].tolist()} for name in protected]
         updates.append({"task": task, "parts": parts})
-    result = {"schema": 1, "after": tasks, "tasks": kept, "updates": [row for row in updates if row["parts"]]}
-    folder.write_json("audit.json", result)
-    return result
+    folder.write_audit({"after": tasks, "tasks": kept, "updates": [row for row in updates if row["parts"]]})
+    return folder.audit()

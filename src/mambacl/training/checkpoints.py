@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,12 +24,9 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.tensorfile import read_tensors, write_tensors
-from mambacl.training.folder import RunFolder
+from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder, task_file
 
-LAST, PREVIOUS, TASK_END = "last.safetensors", "previous.safetensors", "task-end.safetensors"
-BACKBONE = "backbone.safetensors"
 START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
-TASK_FILE = re.compile(r"task-(\d+)\.safetensors")
 
 
 @dataclass
@@ -87,7 +83,7 @@ class TaskState:
 
 def task_state(task: int, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> TaskState | None:
     """Of the method at the end of a task; None where it keeps nothing."""
-    return TaskState(f"task-{task:02d}.safetensors", tensors, text) if tensors else None
+    return TaskState(task_file(task), tensors, text) if tensors else None
 
 
 def save(
@@ -117,9 +113,8 @@ def write(folder: RunFolder, position: Position, tensors: Mapping[str, Tensor], 
     write_tensors(last, tensors, text)
     if position.epoch == 0:
         _keep_as(last, folder.checkpoints / TASK_END)
-    for path in folder.checkpoints.glob("task-*.safetensors"):
-        number = TASK_FILE.fullmatch(path.name)
-        if number and int(number[1]) < position.task - 2:  # what the last and the previous checkpoint name stays
+    for task, path in folder.task_files().items():
+        if task < position.task - 2:  # what the last and the previous checkpoint name stays
             path.unlink()
 
 

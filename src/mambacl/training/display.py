@@ -10,7 +10,7 @@ from mambacl.log import logger
 
 
 class Display:
-    """Plain lines through the logger: one an epoch, one a task."""
+    """Plain lines through the logger: one per epoch, one per task."""
 
     def __init__(self, title: str, steps: int, done: int) -> None:
         self.title = title

@@ -1,17 +1,29 @@
-"""A run's folder on disk. Files are replaced whole; `results.json` is valid at any moment."""
+"""A run's folder on disk: its only reader and writer. Files are replaced whole; `results.json` is valid at any moment.
+
+    config.yaml      the resolved configuration
+    stream.json      class order, tasks, fingerprint of the data
+    metrics.jsonl    events: an epoch, a task
+    results.json     counts, metrics, seconds
+    audit.json       what `mambacl audit` found
+    checkpoints/     tensors; `training.checkpoints` says which
+
+A folder may be of a run that still goes on or broke off; whatever it has finished so far can be read.
+"""
 
 import dataclasses
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.errors import UserError
-from mambacl.nullspace.shelf import PREFIX
+from mambacl.nullspace.memory import COVARIANCE_FOLDER
+from mambacl.scenarios import SCENARIOS
 from mambacl.streams.orders import ORDERS, is_file
 from mambacl.tensorfile import write_bytes
 
@@ -20,27 +32,58 @@ try:
 except ImportError:  # not on Windows: there nothing keeps two processes apart
     fcntl = None  # type: ignore[assignment]
 
+SCHEMA = 1
+CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.jsonl", "results.json", "audit.json"
+BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
+LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
+REPORT = ("report.html", "table.md", "table.tex", "table.csv")
+FROM_TRAIN = "give a folder that mambacl train wrote, such as runs/<preset>-<method>-0."
+
+
+def task_file(task: int) -> str:
+    """What a method keeps when a task ends."""
+    return f"task-{task:02d}.safetensors"
+
+
+def audit_file(task: int) -> str:
+    """Images of a task that are kept for the audit, and what the model made of them."""
+    return f"audit-{task:02d}.safetensors"
+
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.metrics = path / "metrics.jsonl"
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
-        folder = cls(Path(path))
-        if not (folder.path / "config.yaml").is_file():
+        """One to continue, evaluate or audit."""
+        folder = cls(path)
+        if not folder.exists():
             raise UserError(f"{path} is no run folder (it has no config.yaml); runs are in runs/ unless --out says so.")
         return folder
 
-    def exists(self) -> bool:
-        return (self.path / "config.yaml").is_file()
+    @classmethod
+    def with_results(cls, path: str | Path) -> "RunFolder":
+        """One to report: results.json is enough."""
+        folder = cls(path)
+        if not folder.path.is_dir():
+            what = "is a file, not a run folder" if folder.path.exists() else "does not exist"
+            raise UserError(f"{path} {what}; {FROM_TRAIN}")
+        if not folder.has_results():
+            raise UserError(f"{path} is not a run folder, for it has no results.json; {FROM_TRAIN}")
+        return folder
 
-    def create(self, config: RunConfig, stream: dict[str, Any]) -> None:
+    def exists(self) -> bool:
+        return (self.path / CONFIG).is_file()
+
+    def has_results(self) -> bool:
+        return (self.path / RESULTS).is_file()
+
+    def create(self, config: RunConfig, stream: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.write_json("stream.json", stream)
-        write_bytes(self.path / "config.yaml", config.as_yaml().encode())
+        self._write_json(STREAM, stream)
+        write_bytes(self.path / CONFIG, config.as_yaml().encode())
 
     def clear(self) -> None:
         """Removes what a run writes, checkpoints first and config.yaml last, and nothing else that may lie there."""
@@ -49,62 +92,13 @@ class RunFolder:
         self.clear_covariances()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        files = "metrics.jsonl results.json audit.json error.log report.html table.md table.tex table.csv"
-        for name in (*files.split(), "stream.json", "config.yaml"):
+        for name in (EVENTS, RESULTS, AUDIT, "error.log", *REPORT, STREAM, CONFIG):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_covariances(self) -> None:
         """What a process that was killed left on disk of its covariances; the checkpoints have their own copy."""
-        for path in self.checkpoints.glob(f"{PREFIX}*"):
+        for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
-
-    def config(self) -> RunConfig:
-        path = self.path / "config.yaml"
-        config = from_dict(parse_yaml(path.read_text(encoding="utf-8"), str(path)))
-        order = config.stream.order
-        if isinstance(order, str) and order not in ORDERS and not is_file(order) and not config.stream.by_domain:
-            kept = self.stream()["class_order"]  # its file is gone, but the run has the order itself
-            config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, order=kept))
-        return config
-
-    def stream(self) -> dict[str, Any]:
-        return self.read_json("stream.json")
-
-    def results(self) -> dict[str, Any]:
-        return self.read_json("results.json") if (self.path / "results.json").exists() else {}
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                f"{path} is missing: the run cannot be continued; start it again with --overwrite."
-            ) from None
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path} is damaged ({error}): start the run again with --overwrite.") from None
-
-    def write_json(self, name: str, content: dict[str, Any]) -> None:
-        write_bytes(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
-
-    def add_seconds(self, phase: str, seconds: float) -> None:
-        """Of what is done after the run itself."""
-        results = self.results()
-        known = results.setdefault("seconds", {})
-        known[phase] = known.get(phase, 0.0) + seconds
-        self.write_json("results.json", results)
-
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        with open(self.metrics, "a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
-
-    def metrics_length(self) -> int:
-        return self.metrics.stat().st_size if self.metrics.exists() else 0
-
-    def truncate_metrics(self, length: int) -> None:
-        """Forgets lines written after the checkpoint that a run resumes from."""
-        if self.metrics_length() > length:
-            os.truncate(self.metrics, length)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -117,3 +111,185 @@ class RunFolder:
                 except OSError:
                     raise UserError(f"Another process is training {self.path}: wait for it, or choose --out.") from None
             yield
+
+    # The configuration
+
+    def config(self) -> RunConfig:
+        """Checked, for a run that goes on."""
+        config = from_dict(self.options())
+        order = config.stream.order
+        if isinstance(order, str) and order not in ORDERS and not is_file(order) and not config.stream.by_domain:
+            kept = self.stream()["class_order"]  # its file is gone, but the run has the order itself
+            config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, order=kept))
+        return config
+
+    def options(self) -> dict[str, Any]:
+        """The configuration as it is written, whichever version wrote it; empty if there is none."""
+        return parse_yaml(self.config_text(), str(self.path / CONFIG))
+
+    def config_text(self) -> str:
+        return self._text(CONFIG)
+
+    # The stream, the results, the audit
+
+    def has_stream(self) -> bool:
+        return (self.path / STREAM).is_file()
+
+    def stream(self) -> dict[str, Any]:
+        if not self.has_stream():
+            raise UserError(f"{self.path / STREAM} is missing: restore it, or start the run again with --overwrite.")
+        return self._json(STREAM)
+
+    def results(self) -> dict[str, Any]:
+        """Checked: every table and figure relies on the counts. Empty before a run has written any."""
+        path, results = self.path / RESULTS, self._json(RESULTS)
+        if not results and not path.exists():
+            return {}
+        if results.get("schema") != SCHEMA:
+            raise UserError(
+                f"{path} has the schema {results.get('schema')!r}, and this version of mambacl reads schema {SCHEMA}: "
+                "use the version that wrote the run."
+            )
+        if problem := _problem(results):
+            raise UserError(f"{path} is damaged ({problem}); restore it, or train the run again with --overwrite.")
+        return results
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        self._write_json(RESULTS, results)
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Of what is done after the run itself."""
+        results = self.results()
+        known = results.setdefault("seconds", {})
+        known[phase] = known.get(phase, 0.0) + seconds
+        self.write_results(results)
+
+    def audit(self) -> dict[str, Any]:
+        """Empty if there is none."""
+        path, audit = self.path / AUDIT, self._json(AUDIT)
+        known = audit.get("schema") == SCHEMA and all(isinstance(audit.get(key), list) for key in ("tasks", "updates"))
+        if path.exists() and not known:
+            raise UserError(
+                f"{path} is no audit that this version reads; make it again with mambacl audit {self.path}."
+            )
+        return audit
+
+    def write_audit(self, audit: Mapping[str, Any]) -> None:
+        self._write_json(AUDIT, {"schema": SCHEMA, **audit})
+
+    # Events, one per line
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        with open(self.path / EVENTS, "a", encoding="utf-8") as out:
+            out.write(json.dumps(event) + "\n")
+
+    def events_length(self) -> int:
+        path = self.path / EVENTS
+        return path.stat().st_size if path.exists() else 0
+
+    def truncate_events(self, length: int) -> None:
+        """Forgets lines written after the checkpoint that a run resumes from."""
+        if self.events_length() > length:
+            os.truncate(self.path / EVENTS, length)
+
+    def events(self, kind: str, *needed: str) -> list[dict[str, Any]]:
+        """Those of one kind; `needed` are the keys that hold a number in each. A last line cut off by a crash is left
+        out; a broken line before it is an error."""
+        path, found = self.path / EVENTS, []
+        lines = self._text(EVENTS).split("\n")
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                event = json.loads(line)
+            except ValueError:
+                if number == len(lines):
+                    break
+                raise UserError(f"{path} is damaged in line {number}; remove that line to go on without it.") from None
+            if isinstance(event, dict) and event.get("event") == kind:
+                if not all(isinstance(event.get(key), int) for key in needed):
+                    words = " and ".join(needed)
+                    raise UserError(f"{path}: line {number} is an event '{kind}' without {words}; remove it.")
+                found.append(event)
+        return found
+
+    # Tensor files by task
+
+    def task_files(self) -> dict[int, Path]:
+        return self._by_task("task")
+
+    def audit_files(self) -> dict[int, Path]:
+        return self._by_task("audit")
+
+    def _by_task(self, word: str) -> dict[int, Path]:
+        numbers = [
+            (re.fullmatch(rf"{word}-(\d+)\.safetensors", path.name), path) for path in self.checkpoints.glob("*")
+        ]
+        return dict(sorted((int(number[1]), path) for number, path in numbers if number))
+
+    # Reading and writing
+
+    def _text(self, name: str) -> str:
+        """The text of a file, empty if there is none."""
+        path = self.path / name
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is not UTF-8 text; restore the file.") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions.") from None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        if not path.exists():
+            return {}
+        try:
+            value = json.loads(self._text(name))
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not valid JSON ({error}): restore it, or start the run again with --overwrite."
+            ) from None
+        if not isinstance(value, dict):
+            raise UserError(f"{path} holds a {type(value).__name__} where a mapping belongs; restore the file.")
+        return value
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        write_bytes(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _problem(results: Mapping[str, Any]) -> str | None:
+    """What is wrong with the counts, in words."""
+    tasks, correct, total = (results.get(name) for name in ("tasks", "correct", "total"))
+    for name, value in (("tasks", tasks), ("correct", correct), ("total", total)):
+        if not isinstance(value, list):
+            return f"'{name}' is not a list"
+    assert isinstance(tasks, list) and isinstance(correct, list) and isinstance(total, list)
+    if not all(isinstance(task, list) for task in tasks):
+        return "'tasks' is not a list of lists of classes"
+    if len(correct) > len(total) or len(correct) > len(tasks):
+        return f"{len(correct)} rows of counts for {min(len(total), len(tasks))} tasks"
+    if not all(_is_count(value) for value in total):
+        return "'total' holds something else than counts"
+    for t, row in enumerate(correct):
+        if not isinstance(row, list) or len(row) != t + 1:
+            return f"row {t} of 'correct' does not have {t + 1} counts"
+        if not all(_is_count(value) and value <= total[j] for j, value in enumerate(row)):
+            return f"row {t} of 'correct' holds something else than counts up to 'total'"
+    for name in ("metrics", "seconds", "versions"):
+        if not isinstance(results.get(name, {}), Mapping):
+            return f"'{name}' is not a mapping"
+    if str(results.get("scenario", "class")) not in SCENARIOS:
+        return f"'scenario' is none of {', '.join(SCENARIOS)}"
+    domains = results.get("domains")
+    if domains is not None and (not isinstance(domains, list) or len(domains) != len(tasks)):
+        return "'domains' does not name one for each task"
+    for name in ("class_names", "class_order"):
+        if not isinstance(results.get(name) or [], list):
+            return f"'{name}' is not a list"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

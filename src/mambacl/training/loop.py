@@ -18,20 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mambacl.evaluation import (
-    Scenario,
-    accuracy_over_images,
-    accuracy_over_tasks,
-    all_metrics,
-    count_correct,
-    right,
-)
 from mambacl.methods import Method, Task
+from mambacl.scenarios import Scenario, right
 from mambacl.training import auditing, checkpoints
 from mambacl.training.background import Background
 from mambacl.training.checkpoints import Checkpoint, Position, TaskState
+from mambacl.training.counts import count_correct
 from mambacl.training.display import Display
-from mambacl.training.folder import RunFolder
+from mambacl.training.folder import SCHEMA, RunFolder
+from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
 from mambacl.training.optimizers import without_compiler
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
@@ -102,7 +97,7 @@ class Loop:
         if checkpoint is not None:
             self._restore(checkpoint)
         else:
-            self.folder.truncate_metrics(0)
+            self.folder.truncate_events(0)
             self.write_results("running")
         for task in range(self.position.task, len(self.stream.tasks)):
             self._train_task(task)
@@ -232,7 +227,7 @@ class Loop:
             assert self.optimizer is not None
             checkpoints.load_optimizer(self.optimizer, self.names, checkpoint.optimizer_state)
         checkpoint.restore_random_state()
-        self.folder.truncate_metrics(self.position.metrics_length)
+        self.folder.truncate_events(self.position.metrics_length)
         self.write_results("running")
 
     def _save(self, task_state: TaskState | None = None) -> None:
@@ -247,7 +242,7 @@ class Loop:
         if self.background.on and within_task and (self.background.busy or now - self.saved_at < CHECKPOINT_EVERY):
             return
         self.saved_at = now
-        self.position.metrics_length = self.folder.metrics_length()
+        self.position.metrics_length = self.folder.events_length()
         self._count_seconds()
         mid_task = self.optimizer is not None and within_task
         optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
@@ -268,12 +263,12 @@ class Loop:
             if state is not None:
                 state.write(self.folder)
             checkpoints.write(self.folder, *kept)
-            self.folder.write_json("results.json", results)
+            self.folder.write_results(results)
 
         self.background.do(write)
 
     def _record(self, event: str, **values: Any) -> None:
-        self.folder.append_metrics({"event": event, **values})
+        self.folder.append_event({"event": event, **values})
 
     def _count_seconds(self) -> None:
         """Those of this process and of the ones before, by phase."""
@@ -285,16 +280,16 @@ class Loop:
     def write_results(self, status: str) -> dict[str, Any]:
         self.background.wait()
         results = self.results(status)
-        self.folder.write_json("results.json", results)
+        self.folder.write_results(results)
         return results
 
     def results(self, status: str) -> dict[str, Any]:
         self._count_seconds()
         position, total = self.position, self.stream.test_counts()
         position.peak_memory = max(position.peak_memory, peak_memory(self.device))
-        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may have phases of its own
+        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may add phases
         return {
-            "schema": 1,
+            "schema": SCHEMA,
             "status": status,
             **self.header,
             "correct": position.correct,

@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
-FENCED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+GUARDED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 @cache
 def without_compiler(kind: type[T]) -> type[T]:
     """The same optimizer. Not for one that `torch.compile` is to see."""
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in FENCED}
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in GUARDED}
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (kind,), {**methods, "step": step, "__doc__": kind.__doc__})

@@ -1,8 +1,8 @@
 """Inference recorded as CUDA graphs: `mambacl.recorded(model)`.
 
 Python takes longer to start the kernels of one image than a GPU takes to run them. The first call with images of some
-shape runs as it is; the second is recorded, and from then on it is replayed: the same kernels, the same numbers,
-started all at once. Whatever cannot be recorded runs as it is.
+shape runs normally; the second is recorded, and from then on it is replayed: the same kernels, the same numbers,
+started all at once. Whatever cannot be recorded runs normally.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On a GPU a step is a few hundred small kernels that take less time than Python takes to start them. The first steps of a
 task run as they are; then one is recorded as a CUDA graph, which from then on is replayed: the same kernels, the same
-numbers, started all at once. A batch of another size runs as it is.
+numbers, started all at once. A batch of another size is not replayed.
 """
 
 import gc
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mambacl.log import logger
 
-WARM_UP = 2  # steps of a task before one is recorded: kernels are compiled, the optimizer's state is there
+WARM_UP = 2  # steps of a task before one is recorded: kernels are compiled, the optimizer has its state
 SHARE = 0.3  # of the GPU's memory: a graph keeps what its step needs, beside what other steps need
 
 

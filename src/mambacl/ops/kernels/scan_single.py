@@ -1,14 +1,17 @@
-"""The selective scan of a single state, for tensors with time contiguous: a tile of rows and steps at a time.
+"""The selective scan of a single state, for tensors with time contiguous: a tile of channels and steps at a time.
 
     h_t = a_t h_{t-1} + b_t,  a = exp(dt A),  b = dt u B,  y = C h + D u,  out = y silu(z)
 
-With one state there is little to compute, and the memory sets the pace. A program takes CH channels of one image and
-goes through time in tiles of T steps, which it reads in long rows; within a tile the recurrence is an associative scan
-over the lanes. Backward, p is the gradient of h:
+With one state there is little to compute, and memory sets the pace. A program takes CH channels of one image and goes
+through time in tiles of S segments of Q steps. A lane owns one segment of one channel: it reads the steps in vectors of
+V, goes through them one after the other, and only what a segment makes of a state passes between lanes. Backward, p is
+the gradient of h, and q that of the state before:
 
-    p_t = C_t dy_t + a_{t+1} p_{t+1},  dB = p dt u,  dC = h dy,  ddt = p (a_t h_{t-1} A + B u),  du = p B dt + D dy
+    p_t = C_t dy_t + q_{t+1},  q_t = a_t p_t,  dB = p dt u,  dC = h dy,
+    ddt = p (a_t h_{t-1} A + B u),  du = p B dt + D dy
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
+# ruff: noqa: RUF005, SIM102
 
 import torch
 import triton
@@ -17,12 +20,13 @@ from torch import Tensor
 
 from mambacl.ops.kernels.launch import launch
 from mambacl.ops.kernels.softplus import sigmoid_of_softplus, softplus
-from mambacl.ops.scan_tiles import single_steps
+from mambacl.ops.kernels.tiles import INSIDE, LOG2E, as_float32, sigmoid
+from mambacl.ops.scan_tiles import SINGLE_SEGMENTS, SINGLE_STEPS
+from mambacl.ops.scan_triton import processors
 
-ROWS = 4  # channels of a program
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-INSIDE = tl.constexpr(2)  # the kernel takes the softplus
+CHANNELS = 4  # of a program, which is one warp
+RESIDENT = 16  # programs of the backward that a processor of a GPU holds at once
 
 
 @triton.jit
@@ -31,29 +35,91 @@ def _then(a, b, a_next, b_next):
 
 
 @triton.jit
-def _column(x, index: tl.constexpr, T: tl.constexpr):
-    """One step of a tile, (CH, 1)."""
-    return tl.sum(tl.where(tl.arange(0, T)[None, :] == index, x, 0.0), axis=1, keep_dims=True)
+def _divided(x, V: tl.constexpr):
+    """(S, CH, V) as V blocks (S, CH)."""
+    if V == 1:
+        return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], V // 2, 2]))
+        evens, odds = _divided(even, V // 2), _divided(odd, V // 2)
+        found = ()
+        for i in tl.static_range(V // 2):
+            found = found + (evens[i], odds[i])
+        return found
 
 
 @triton.jit
-def _following(x, edge, CH: tl.constexpr, T: tl.constexpr):
-    """The next step's value at each step, `edge` (CH, 1) after the last. Four steps in a row are a lane's own, so that
-    only every fourth value changes lanes."""
-    even, odd = tl.split(tl.reshape(x, [CH, T // 2, 2]))
-    first, third = tl.split(tl.reshape(even, [CH, T // 4, 2]))
-    second, fourth = tl.split(tl.reshape(odd, [CH, T // 4, 2]))
-    place = tl.arange(0, T // 4)[None, :]
-    later = tl.gather(first, tl.broadcast_to(tl.minimum(place + 1, T // 4 - 1), [CH, T // 4]), 1)
-    later = tl.where(place == T // 4 - 1, edge, later)
-    even = tl.reshape(tl.join(second, fourth), [CH, T // 2])
-    odd = tl.reshape(tl.join(third, later), [CH, T // 2])
-    return tl.reshape(tl.join(even, odd), [CH, T])
+def _joined(xs, first: tl.constexpr, V: tl.constexpr, EVERY: tl.constexpr):
+    """V blocks (S, CH) of a tuple, from the first on, as (S, CH, V)."""
+    if V == 1:
+        return tl.expand_dims(xs[first], 2)
+    else:
+        both = tl.join(_joined(xs, first, V // 2, 2 * EVERY), _joined(xs, first + EVERY, V // 2, 2 * EVERY))
+        return tl.reshape(both, [both.shape[0], both.shape[1], V])
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
+def _vector(at, number: tl.constexpr, L, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr):
+    """The tokens of a vector of V steps in each segment, (S, 1, V), and which of them exist."""
+    step = at + tl.arange(0, S)[:, None, None] * Q + number * V + tl.arange(0, V)[None, None, :]
+    return L - 1 - step if REVERSE else step, step < L
+
+
+@triton.jit
+def _load(
+    rows, there, at, L, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, REVERSE: tl.constexpr
+):
+    """The Q steps of each lane in float32, as blocks (S, CH). `rows`: pointers (1, CH)."""
+    found = ()
+    for number in tl.static_range(Q // V):
+        token, exists = _vector(at, number, L, S, Q, V, REVERSE)
+        places = tl.expand_dims(rows, 2) + token
+        if EVEN:
+            raw = tl.load(places)
+        else:
+            raw = tl.load(places, mask=tl.expand_dims(there, 2) & exists, other=0.0)
+        found = found + _divided(as_float32(raw), V)
+    return found
+
+
+@triton.jit
+def _store(
+    rows, xs, there, at, L, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, REVERSE: tl.constexpr
+):
+    for number in tl.static_range(Q // V):
+        token, exists = _vector(at, number, L, S, Q, V, REVERSE)
+        x = _joined(xs, number * V, V, 1).to(rows.dtype.element_ty)
+        if EVEN:
+            tl.store(tl.expand_dims(rows, 2) + token, x)
+        else:
+            tl.store(tl.expand_dims(rows, 2) + token, x, mask=tl.expand_dims(there, 2) & exists)
+
+
+@triton.jit
+def _added(xs, ys, Q: tl.constexpr):
+    found = ()
+    for i in tl.static_range(Q):
+        found = found + (xs[i] + ys[i],)
+    return found
+
+
+@triton.jit
+def _rows(pointer, image, channel, s_b, s_d, V: tl.constexpr):
+    """Where each channel's tokens begin. Strides count vectors of V values."""
+    return pointer + image * s_b * V + (image * 0 + channel) * s_d * V
+
+
+@triton.jit
+def _steps(raw, bias, exists, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr):
+    """dt, zero where there is no token."""
+    dt = raw
+    if BIAS:
+        dt += bias
+    if SOFTPLUS == INSIDE:
+        dt = softplus(dt)
+    if not EVEN:
+        dt = tl.where(exists, dt, 0.0)
+    return dt
 
 
 @triton.jit
@@ -65,199 +131,259 @@ def _decays(A_ptr, channel, there, LOG_A: tl.constexpr):
 
 
 @triton.jit
-def _steps(raw, bias, mask, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):
-    dt = raw.to(tl.float32)
-    if BIAS:
-        dt += bias
-    if SOFTPLUS == INSIDE:
-        dt = softplus(dt)
-    return tl.where(mask, dt, 0.0)
+def _optional(pointer, channel, there, EXISTS: tl.constexpr):
+    if EXISTS:
+        return tl.load(pointer + channel, mask=there, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(channel.shape, tl.float32)
 
 
-@triton.jit(do_not_specialize=["L"])
-def _forward(
-    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, out_ptr, last_ptr, kept_ptr, L,
-    u_b, u_l, u_d, delta_b, delta_l, delta_d, z_b, z_l, z_d, out_b, out_l, out_d, B_b, B_l, B_g, C_b, C_l, C_g,
-    GROUPS: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, T: tl.constexpr, LOG_A: tl.constexpr, SKIP: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr,
+@triton.jit
+def _entered(through, fresh, start, S: tl.constexpr, REVERSE: tl.constexpr):
+    """The states with which each segment begins, and that with which the next tile does: `through` (S, CH) times the
+    state before, plus `fresh`, is what a segment makes of it; `start` (S, CH) is the same for all."""
+    through, fresh = tl.associative_scan((through, fresh), 0, _then, reverse=REVERSE)
+    ends = through * start + fresh
+    segment = tl.arange(0, S)[:, None] + tl.zeros(start.shape, tl.int32)
+    if REVERSE:
+        before, first, last = tl.minimum(segment + 1, S - 1), S - 1, 0
+    else:
+        before, first, last = tl.maximum(segment - 1, 0), 0, S - 1
+    return tl.where(segment == first, start, tl.gather(ends, before, 0)), tl.gather(ends, segment * 0 + last, 0)
+
+
+@triton.jit(do_not_specialize=["vectors"])
+def scan_single_forward(
+    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, out_ptr, last_ptr, kept_ptr, vectors,
+    u_b, u_d, delta_b, delta_d, z_b, z_d, out_b, out_d, B_b, B_g, C_b, C_g,
+    GROUPS: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr,
+    EVEN: tl.constexpr, LOG_A: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, KEEP: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """kept: (b, tiles, d), the state before each tile."""
+    """kept: (b, tiles, d), the state before each tile. Strides and the length count vectors of V values."""
+    L = vectors * V
     BLOCKS: tl.constexpr = (K + CH - 1) // CH
     block, image = tl.program_id(0) % (GROUPS * BLOCKS), (tl.program_id(0) // (GROUPS * BLOCKS)).to(tl.int64)
     group = block // BLOCKS
-    inside = block % BLOCKS * CH + tl.arange(0, CH)[:, None]
+    inside = block % BLOCKS * CH + tl.arange(0, CH)[None, :]
     channel, there = group * K + inside, inside < K
-    A = _decays(A_ptr, channel, there, LOG_A)
-    bias, skip = tl.zeros([CH, 1], tl.float32), tl.zeros([CH, 1], tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    if SKIP:
-        skip = tl.load(D_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    rows = image * 0 + channel
-    u_ptr += image * u_b + rows * u_d
-    delta_ptr += image * delta_b + rows * delta_d
-    z_ptr += image * z_b + rows * z_d
-    out_ptr += image * out_b + rows * out_d
-    B_ptr += image * B_b + group * B_g
-    C_ptr += image * C_b + group * C_g
-    h0 = tl.zeros([CH, 1], tl.float32)
-    tiles = tl.cdiv(L, T)
+    A, always = _decays(A_ptr, channel, there, LOG_A), tl.full([1, CH], 1, tl.int1)
+    bias, skip = _optional(bias_ptr, channel, there, BIAS), _optional(D_ptr, channel, there, SKIP)
+    u_rows, delta_rows = (
+        _rows(u_ptr, image, channel, u_b, u_d, V),
+        _rows(delta_ptr, image, channel, delta_b, delta_d, V),
+    )
+    z_rows, out_rows = _rows(z_ptr, image, channel, z_b, z_d, V), _rows(out_ptr, image, channel, out_b, out_d, V)
+    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads them, in the layout of its own inputs
+    B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
+    segment = tl.arange(0, S)[:, None]
+    one = there & (segment == 0)  # lane of each channel
+    start = tl.zeros([S, CH], tl.float32)
+    tiles = tl.cdiv(L, S * Q)
     for tile in range(0, tiles):
-        step = tile * T + tl.arange(0, T)[None, :]
-        exists = step < L
-        mask = there & exists
-        token = L - 1 - step if REVERSE else step
+        at = tile * (S * Q)
+        us = _load(u_rows, there, at, L, S, Q, V, EVEN, REVERSE)
+        deltas = _load(delta_rows, there, at, L, S, Q, V, EVEN, REVERSE)
+        Bs = _load(B_row, always, at, L, S, Q, V, EVEN, REVERSE)
+        Cs = _load(C_row, always, at, L, S, Q, V, EVEN, REVERSE)
+        if GATE:
+            zs = _load(z_rows, there, at, L, S, Q, V, EVEN, REVERSE)
         if KEEP:
-            tl.store(kept_ptr + (image * tiles + tile) * (GROUPS * K) + channel, h0, mask=there)
-        u = tl.load(u_ptr + token * u_l, mask=mask, other=0.0).to(tl.float32)
-        dt = _steps(tl.load(delta_ptr + token * delta_l, mask=mask, other=0.0), bias, mask, BIAS, SOFTPLUS)
-        B = tl.load(B_ptr + token * B_l, mask=exists, other=0.0).to(tl.float32)
-        C = tl.load(C_ptr + token * C_l, mask=exists, other=0.0).to(tl.float32)
-        through, fresh = tl.associative_scan((tl.exp2(dt * A), dt * u * B), 1, _then)
-        h = through * h0 + fresh
-        h0 = _column(h, T - 1, T)
-        y = h * C
-        if SKIP:
-            y += skip * u
-        if GATE:
-            z = tl.load(z_ptr + token * z_l, mask=mask, other=0.0).to(tl.float32)
-            y *= z * _sigmoid(z)
-        tl.store(out_ptr + token * out_l, y.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(last_ptr + image * (GROUPS * K) + channel, h0, mask=there)
-
-
-@triton.jit(do_not_specialize=["L"])
-def _backward(
-    dout_ptr, dlast_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, kept_ptr, du_ptr, ddelta_ptr,
-    dz_ptr, dA_ptr, dD_ptr, dbias_ptr, parts_ptr, L, dout_b, dout_l, dout_d, u_b, u_l, u_d, delta_b, delta_l, delta_d,
-    z_b, z_l, z_d, B_b, B_l, B_g, C_b, C_l, C_g, du_b, du_l, du_d, ddelta_b, ddelta_l, ddelta_d, dz_b, dz_l, dz_d,
-    GROUPS: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, T: tl.constexpr, LOG_A: tl.constexpr, SKIP: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr,
-    REVERSE: tl.constexpr,
-):  # fmt: skip
-    """dA, dD, dbias (b, d), to be summed; parts of dB and dC (b, groups * blocks, 2, l), to be summed over the
-    blocks."""
-    BLOCKS: tl.constexpr = (K + CH - 1) // CH
-    block, image = tl.program_id(0) % (GROUPS * BLOCKS), (tl.program_id(0) // (GROUPS * BLOCKS)).to(tl.int64)
-    group = block // BLOCKS
-    inside = block % BLOCKS * CH + tl.arange(0, CH)[:, None]
-    channel, there = group * K + inside, inside < K
-    A = _decays(A_ptr, channel, there, LOG_A)
-    bias, skip = tl.zeros([CH, 1], tl.float32), tl.zeros([CH, 1], tl.float32)
-    if BIAS:
-        bias = tl.load(bias_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    if SKIP:
-        skip = tl.load(D_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    rows = image * 0 + channel
-    dout_ptr += image * dout_b + rows * dout_d
-    u_ptr += image * u_b + rows * u_d
-    delta_ptr += image * delta_b + rows * delta_d
-    z_ptr += image * z_b + rows * z_d
-    du_ptr += image * du_b + rows * du_d
-    ddelta_ptr += image * ddelta_b + rows * ddelta_d
-    dz_ptr += image * dz_b + rows * dz_d
-    B_ptr += image * B_b + group * B_g
-    C_ptr += image * C_b + group * C_g
-    parts_ptr += (image * (GROUPS * BLOCKS) + block) * 2 * L
-    row = image * (GROUPS * K) + channel
-    p0, a0 = tl.zeros([CH, 1], tl.float32), tl.zeros([CH, 1], tl.float32) + 1.0
-    if LAST:
-        p0 = tl.load(dlast_ptr + row, mask=there, other=0.0)
-    dA, dD, dbias = (tl.zeros([CH, 1], tl.float32), tl.zeros([CH, 1], tl.float32), tl.zeros([CH, 1], tl.float32))
-    tiles = tl.cdiv(L, T)
-    place = tl.arange(0, T)[None, :]
-    for back in range(0, tiles):
-        tile = tiles - 1 - back
-        step = tile * T + place
-        exists = step < L
-        mask = there & exists
-        token = L - 1 - step if REVERSE else step
-        h0 = tl.load(kept_ptr + (image * tiles + tile) * (GROUPS * K) + channel, mask=there, other=0.0)
-        u = tl.load(u_ptr + token * u_l, mask=mask, other=0.0).to(tl.float32)
-        dt = _steps(tl.load(delta_ptr + token * delta_l, mask=mask, other=0.0), bias, mask, BIAS, SOFTPLUS)
-        dout = tl.load(dout_ptr + token * dout_l, mask=mask, other=0.0).to(tl.float32)
-        B = tl.load(B_ptr + token * B_l, mask=exists, other=0.0).to(tl.float32)
-        C = tl.load(C_ptr + token * C_l, mask=exists, other=0.0).to(tl.float32)
-        dy = dout
-        if GATE:
-            z = tl.load(z_ptr + token * z_l, mask=mask, other=0.0).to(tl.float32)
-            gate = _sigmoid(z)
-            dy = dout * z * gate
-        a = tl.exp2(dt * A)
-        x = dt * u
-        b = x * B
-        through, fresh = tl.associative_scan((a, b), 1, _then)
-        h = through * h0 + fresh
-        through, fresh = tl.associative_scan((_following(a, a0, CH, T), C * dy), 1, _then, reverse=True)
-        p = through * p0 + fresh
-        p0, a0 = _column(p, 0, T), _column(a, 0, T)
-        decayed = p * (h - b)  # a_t h_{t-1}, to the rounding of h_t
-        ddt = decayed * (A * LN2) + p * B * u
-        if SOFTPLUS > 0:
-            ddt *= sigmoid_of_softplus(dt)
-        du = p * B * dt
-        if SKIP:
-            du += skip * dy
-            dD += tl.sum(dy * u, axis=1, keep_dims=True)
-        if BIAS:
-            dbias += tl.sum(tl.where(mask, ddt, 0.0), axis=1, keep_dims=True)
-        if NEED_A:
-            dA += tl.sum(tl.where(mask, decayed * dt, 0.0), axis=1, keep_dims=True)
-        tl.store(du_ptr + token * du_l, du.to(du_ptr.dtype.element_ty), mask=mask)
-        tl.store(ddelta_ptr + token * ddelta_l, ddt.to(ddelta_ptr.dtype.element_ty), mask=mask)
-        if GATE:
-            y = h * C
+            tl.store(kept_ptr + (image * tiles + tile) * (GROUPS * K) + channel + segment * 0, start, mask=one)
+        through, fresh = tl.full([S, CH], 1.0, tl.float32), tl.zeros([S, CH], tl.float32)
+        decays, inputs = (), ()
+        for i in tl.static_range(Q):
+            dt = _steps(deltas[i], bias, at + segment * Q + i < L, BIAS, SOFTPLUS, EVEN)
+            decays = decays + (tl.exp2(dt * A),)
+            inputs = inputs + (dt * us[i] * Bs[i],)
+            through *= decays[i]
+            fresh = decays[i] * fresh + inputs[i]
+        h, start = _entered(through, fresh, start, S, False)
+        outs = ()
+        for i in tl.static_range(Q):
+            h = decays[i] * h + inputs[i]
+            y = h * Cs[i]
             if SKIP:
-                y += skip * u
-            dz = dout * y * gate * (1.0 + z * (1.0 - gate))
-            tl.store(dz_ptr + token * dz_l, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-        dB = tl.sum(tl.where(there, p * x, 0.0), axis=0, keep_dims=True)
-        dC = tl.sum(tl.where(there, h * dy, 0.0), axis=0, keep_dims=True)
-        tl.store(parts_ptr + token, dB, mask=exists)
-        tl.store(parts_ptr + L + token, dC, mask=exists)
-    if NEED_A:
-        if LOG_A:
-            dA *= A * LN2
-        tl.store(dA_ptr + row, dA, mask=there)
-    if SKIP:
-        tl.store(dD_ptr + row, dD, mask=there)
-    if BIAS:
-        tl.store(dbias_ptr + row, dbias, mask=there)
+                y += skip * us[i]
+            if GATE:
+                y *= zs[i] * sigmoid(zs[i])
+            outs = outs + (y,)
+        _store(out_rows, outs, there, at, L, S, Q, V, EVEN, REVERSE)
+    tl.store(last_ptr + image * (GROUPS * K) + channel + segment * 0, start, mask=one)
 
 
-def _constants(call, L: int) -> dict:
+@triton.jit(do_not_specialize=["vectors"])
+def scan_single_backward(
+    dout_ptr, dlast_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, kept_ptr, du_ptr, ddelta_ptr,
+    dz_ptr, dA_ptr, dD_ptr, dbias_ptr, parts_ptr, vectors, dout_b, dout_d, u_b, u_d, delta_b, delta_d, z_b, z_d,
+    du_b, du_d, ddelta_b, ddelta_d, dz_b, dz_d, B_b, B_g, C_b, C_g,
+    GROUPS: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr,
+    EVEN: tl.constexpr, SHARE: tl.constexpr, LOG_A: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
+    BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """dA, dD, dbias (b, d), to be summed; parts of dB and dC (b, groups * shares, 2, l), to be summed over the shares
+    of a group: a program takes SHARE blocks of channels, one after the other."""
+    L = vectors * V
+    BLOCKS: tl.constexpr = (K + CH - 1) // CH
+    SHARES: tl.constexpr = (BLOCKS + SHARE - 1) // SHARE
+    share, image = tl.program_id(0) % (GROUPS * SHARES), (tl.program_id(0) // (GROUPS * SHARES)).to(tl.int64)
+    group = share // SHARES
+    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads them, in the layout of its own inputs
+    B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
+    # The lanes of a block's first channel write dB, those of the second dC.
+    number_of = tl.arange(0, CH)[None, :]
+    sums_row = parts_ptr + ((image * (GROUPS * SHARES) + share) * 2 + number_of % 2) * vectors * V
+    two = number_of < 2
+    always = tl.full([1, CH], 1, tl.int1)
+    segment = tl.arange(0, S)[:, None]
+    tiles = tl.cdiv(L, S * Q)
+    final = tl.minimum(SHARE, BLOCKS - share % SHARES * SHARE)
+    for number in range(0, final):
+        inside = (share % SHARES * SHARE + number) * CH + tl.arange(0, CH)[None, :]
+        channel, there = group * K + inside, inside < K
+        A = _decays(A_ptr, channel, there, LOG_A)
+        bias, skip = _optional(bias_ptr, channel, there, BIAS), _optional(D_ptr, channel, there, SKIP)
+        dout_rows, u_rows = (
+            _rows(dout_ptr, image, channel, dout_b, dout_d, V),
+            _rows(u_ptr, image, channel, u_b, u_d, V),
+        )
+        delta_rows, z_rows = (
+            _rows(delta_ptr, image, channel, delta_b, delta_d, V), _rows(z_ptr, image, channel, z_b, z_d, V),
+        )  # fmt: skip
+        du_rows, dz_rows = _rows(du_ptr, image, channel, du_b, du_d, V), _rows(dz_ptr, image, channel, dz_b, dz_d, V)
+        ddelta_rows = _rows(ddelta_ptr, image, channel, ddelta_b, ddelta_d, V)
+        row = image * (GROUPS * K) + channel
+        q_end = tl.zeros([S, CH], tl.float32)
+        if LAST:
+            q_end += tl.load(dlast_ptr + row, mask=there, other=0.0)
+        dA, dD, dbias = tl.zeros([S, CH], tl.float32), tl.zeros([S, CH], tl.float32), tl.zeros([S, CH], tl.float32)
+        for back in range(0, tiles):
+            tile = tiles - 1 - back
+            at = tile * (S * Q)
+            us = _load(u_rows, there, at, L, S, Q, V, EVEN, REVERSE)
+            deltas = _load(delta_rows, there, at, L, S, Q, V, EVEN, REVERSE)
+            dys = _load(dout_rows, there, at, L, S, Q, V, EVEN, REVERSE)
+            Bs = _load(B_row, always, at, L, S, Q, V, EVEN, REVERSE)
+            Cs = _load(C_row, always, at, L, S, Q, V, EVEN, REVERSE)
+            start = tl.load(
+                kept_ptr + (image * tiles + tile) * (GROUPS * K) + channel + segment * 0,
+                mask=there & (segment >= 0), other=0.0,
+            )  # fmt: skip
+            if GATE:
+                zs, douts, gates = _load(z_rows, there, at, L, S, Q, V, EVEN, REVERSE), dys, ()
+                dys = ()
+                for i in tl.static_range(Q):
+                    gates = gates + (sigmoid(zs[i]),)
+                    dys = dys + (douts[i] * zs[i] * gates[i],)
+            through, fresh = tl.full([S, CH], 1.0, tl.float32), tl.zeros([S, CH], tl.float32)
+            steps, decays = (), ()
+            for i in tl.static_range(Q):
+                steps = steps + (_steps(deltas[i], bias, at + segment * Q + i < L, BIAS, SOFTPLUS, EVEN),)
+                decays = decays + (tl.exp2(steps[i] * A),)
+                through *= decays[i]
+                fresh = decays[i] * fresh + steps[i] * us[i] * Bs[i]
+            h, _ = _entered(through, fresh, start, S, False)
+            fresh = tl.zeros([S, CH], tl.float32)
+            for i in tl.static_range(Q - 1, -1, -1):
+                fresh = decays[i] * (fresh + Cs[i] * dys[i])
+            q, q_end = _entered(through, fresh, q_end, S, True)
+            kept = ()  # of the state before, a_t h_{t-1}
+            for i in tl.static_range(Q):
+                kept = kept + (decays[i] * h,)
+                h = kept[i] + steps[i] * us[i] * Bs[i]
+            dus, ddeltas, dzs, dBCs = (), (), (), ()
+            for i in tl.static_range(Q - 1, -1, -1):
+                x = steps[i] * us[i]
+                p = Cs[i] * dys[i] + q
+                q = decays[i] * p
+                h = kept[i] + x * Bs[i]
+                decayed, pB = p * kept[i], p * Bs[i]
+                ddt = decayed * (A * LN2) + pB * us[i]
+                if SOFTPLUS > 0:
+                    ddt *= sigmoid_of_softplus(steps[i])
+                if not EVEN:  # without a softplus, whose derivative at a step of zero is zero
+                    if SOFTPLUS == 0:
+                        ddt = tl.where(at + segment * Q + i < L, ddt, 0.0)
+                du = pB * steps[i]
+                if SKIP:
+                    du += skip * dys[i]
+                    dD += dys[i] * us[i]
+                if BIAS:
+                    dbias += ddt
+                if NEED_A:
+                    dA += decayed * steps[i]
+                if GATE:
+                    y = h * Cs[i]
+                    if SKIP:
+                        y += skip * us[i]
+                    dzs = (douts[i] * y * gates[i] * (1.0 + zs[i] * (1.0 - gates[i])),) + dzs
+                dus, ddeltas, dBCs = (du,) + dus, (ddt,) + ddeltas, (p * x, h * dys[i]) + dBCs
+            _store(du_rows, dus, there, at, L, S, Q, V, EVEN, REVERSE)
+            _store(ddelta_rows, ddeltas, there, at, L, S, Q, V, EVEN, REVERSE)
+            if GATE:
+                _store(dz_rows, dzs, there, at, L, S, Q, V, EVEN, REVERSE)
+            sums = ()
+            for i in tl.static_range(Q):
+                dB, dC = tl.sum(dBCs[2 * i], axis=1, keep_dims=True), tl.sum(dBCs[2 * i + 1], axis=1, keep_dims=True)
+                sums = sums + (tl.where(number_of == 0, dB, dC),)
+            if SHARE > 1:
+                if number > 0:
+                    sums = _added(sums, _load(sums_row, two, at, L, S, Q, V, False, REVERSE), Q)
+            _store(sums_row, sums, two, at, L, S, Q, V, False, REVERSE)
+        if NEED_A:
+            dA = tl.sum(dA, axis=0, keep_dims=True)
+            if LOG_A:
+                dA *= A * LN2
+            tl.store(dA_ptr + row, dA, mask=there)
+        if SKIP:
+            tl.store(dD_ptr + row, tl.sum(dD, axis=0, keep_dims=True), mask=there)
+        if BIAS:
+            tl.store(dbias_ptr + row, tl.sum(dbias, axis=0, keep_dims=True), mask=there)
+        if SHARE > 1:
+            tl.debug_barrier()  # what one lane stored, another may load
+
+
+def _arguments(call, *tensors: Tensor) -> tuple[list[int], dict]:
+    """The length and all strides of batch and channels in vectors of V values, as many as fit into 16 bytes and divide
+    all of them; and the constants. `tensors`: (b, l, d), and B and C (b, l, g, 1), with time contiguous."""
+    L, reverse = call.u.shape[1], call.constants["ORDER"] == "reverse"
+    strides = [stride for x in (*tensors, call.B, call.C) for stride in (x.stride(0), x.stride(2))]
+    V = 1 if reverse else 16 // max(x.element_size() for x in (*tensors, call.B, call.C))
+    while V > 1 and any(number % V for number in (L, *strides)):
+        V //= 2
     names = ("GROUPS", "K", "LOG_A", "GATE", "BIAS", "SOFTPLUS")
-    given = {name: call.constants[name] for name in names}
-    return {**given, "CH": ROWS, "T": single_steps(L), "REVERSE": call.constants["ORDER"] == "reverse", "num_warps": 1}
+    constants = {name: call.constants[name] for name in names}
+    constants |= {"CH": CHANNELS, "S": SINGLE_SEGMENTS, "Q": SINGLE_STEPS, "V": V, "REVERSE": reverse, "num_warps": 1}
+    constants["EVEN"] = L % (SINGLE_SEGMENTS * SINGLE_STEPS) == 0 and constants["K"] % CHANNELS == 0
+    return [number // V for number in (L, *strides)], constants
 
 
-def _programs(call) -> int:
-    return len(call.u) * call.constants["GROUPS"] * triton.cdiv(call.constants["K"], ROWS)
+def _blocks(call) -> int:
+    return triton.cdiv(call.constants["K"], CHANNELS)
 
 
 def forward(call, out: Tensor, last: Tensor, kept: Tensor, skip: bool, keep: bool) -> None:
-    L = call.u.shape[1]
+    numbers, constants = _arguments(call, call.u, call.delta, call.z, out)
     launch(
-        _forward, (_programs(call),),
-        *(call.u, call.delta, call.A, call.B, call.C, call.D, call.z, call.bias, out, last, kept, L),
-        *(*call.u.stride(), *call.delta.stride(), *call.z.stride(), *out.stride()),
-        *(*call.B.stride()[:3], *call.C.stride()[:3]),
-        **_constants(call, L), SKIP=skip, KEEP=keep,
+        scan_single_forward, (len(call.u) * call.constants["GROUPS"] * _blocks(call),),
+        *(call.u, call.delta, call.A, call.B, call.C, call.D, call.z, call.bias, out, last, kept, *numbers),
+        **constants, SKIP=skip, KEEP=keep,
     )  # fmt: skip
 
 
 def backward(call, dout, dlast, kept, du, ddelta, dz, dA, dD, dbias, skip, need_A) -> tuple[Tensor, Tensor]:
     """Fills the gradients, and returns dB and dC (b, l, g, 1)."""
-    batch, L, _ = call.u.shape
-    groups = call.constants["GROUPS"]
-    parts = call.new(batch, groups, triton.cdiv(call.constants["K"], ROWS), 2, L)
+    numbers, constants = _arguments(call, dout, call.u, call.delta, call.z, du, ddelta, dz)
+    batch, L, groups = len(call.u), call.u.shape[1], call.constants["GROUPS"]
+    # As many programs as a GPU holds at once, so that few sums for dB and dC remain.
+    share = triton.cdiv(_blocks(call), max(1, RESIDENT * processors(call.u.device) // (batch * groups)))
+    shares = triton.cdiv(_blocks(call), share)
+    parts = call.new(batch, groups, shares, 2, L)
     launch(
-        _backward, (_programs(call),),
+        scan_single_backward, (batch * groups * shares,),
         *(dout, dout if dlast is None else dlast.contiguous(), call.u, call.delta, call.A, call.B, call.C, call.D),
-        *(call.z, call.bias, kept, du, ddelta, dz, dA, dD, dbias, parts, L),
-        *(*dout.stride(), *call.u.stride(), *call.delta.stride(), *call.z.stride()),
-        *(*call.B.stride()[:3], *call.C.stride()[:3], *du.stride(), *ddelta.stride(), *dz.stride()),
-        **_constants(call, L), SKIP=skip, LAST=dlast is not None, NEED_A=need_A,
+        *(call.z, call.bias, kept, du, ddelta, dz, dA, dD, dbias, parts, *numbers),
+        **constants, SHARE=share, SKIP=skip, LAST=dlast is not None, NEED_A=need_A,
     )  # fmt: skip
     dB, dC = torch.sum(parts, 2).transpose(1, 3).unsqueeze(4).unbind(2)  # (b, l, g, 1)
     return dB, dC

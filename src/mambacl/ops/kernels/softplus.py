@@ -1,9 +1,10 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 """softplus to the last digits, and its derivative.
 
-    softplus(x) = max(x, 0) + log(1 + e),   e = exp(-|x|),   log(1 + e) = 2 artanh(e / (2 + e))
+    softplus(x) = max(x, 0) + log(1 + e),   e = exp(-|x|),   log(1 + e) = e P(e)
 
-so that small steps, of which a GPU's own logarithm of 1 + e would leave three digits, keep all of theirs.
+so that small steps, of which a GPU's own logarithm of 1 + e would leave three digits, keep all of theirs. P
+interpolates log(1 + e) / e at the Chebyshev points of [0, 1], to 5e-9.
 """
 
 import triton
@@ -12,20 +13,18 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.693359375)  # its leading bits, few enough for exact products with small numbers, and the rest
 LN2_REST = tl.constexpr(-2.12194440054690583e-4)
+ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a small number added to it is rounded to an integer
 
 
 @triton.jit
 def softplus(x):
-    size = -tl.abs(x)
-    size = tl.where(size < -200.0, -200.0, size)  # infinity too, whose exponent would not be a number
-    whole = tl.floor(size * LOG2E + 0.5)
+    size = tl.maximum(-tl.abs(x), -200.0, propagate_nan=tl.PropagateNan.ALL)  # infinity would have no exponent
+    whole = (size * LOG2E + ROUNDS) - ROUNDS
     rest = (size - whole * LN2) - whole * LN2_REST
     e = tl.exp2(whole) * tl.exp2(rest * LOG2E)
-    s = e / (2 + e)
-    q = s * s  # at most 1 / 9
-    series = 1 / 13 + q * (1 / 15 + q * (1 / 17))
-    series = 1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * series)))
-    return tl.maximum(x, 0.0) + 2 * s * (1 + q * (1 / 3 + q * series))
+    high = -0.152696671 + e * (0.105436238 + e * (-0.0563736132 + e * (0.0195425274 + e * -0.00317605705)))
+    low = 1.0 + e * (-0.499998926 + e * (0.333297105 + e * (-0.249516163 + e * (0.196632743 + e * high))))
+    return tl.maximum(x, 0.0) + e * low
 
 
 @triton.jit

@@ -1,0 +1,148 @@
+"""What a classifier is: a module from features to one score per class seen so far. It knows no backbone and no method.
+
+There are two kinds. Heads have parameters that train with the backbone; `TaskHeads` holds one head per task. The others
+are computed from features when a task ends; while it trains, the method uses its own heads.
+
+A classifier is one file in this folder, or in another package that names it in the entry point group
+`mambacl.classifiers`. It derives from `Classifier` or `TaskHeads` and calls `CLASSIFIERS.add`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.errors import UserError
+from mambacl.ops.precision import at_least_float32, full_precision
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A classifier without options."""
+
+
+class Classifier(nn.Module, ABC):
+    """Labels count all classes from 0, in the order in which they were learned."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    options_class: ClassVar[type] = NoOptions
+    """a dataclass; its fields are the constructor's keyword arguments after the number of features"""
+    trains: ClassVar[bool]
+    """whether it has parameters that train with the backbone's; if not, `update` is given each task's features"""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    @property
+    @abstractmethod
+    def classes(self) -> int:
+        """Number of classes so far, those of the current task included."""
+
+    @abstractmethod
+    def add_task(self, classes: int, seed: int = 0) -> None:
+        """Makes room for that many more classes. Whatever is random comes from the seed."""
+
+    @abstractmethod
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores (b, classes) of features (b, d); the highest is the answer."""
+
+    def scores(self, features: Tensor) -> Tensor:
+        """The same in full precision under autocast, too: rounded scores tie, and ties go to the older class."""
+        with full_precision(features):
+            return self(at_least_float32(features))
+
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        """Takes in features of a finished task. Any order and any division into batches gives the same state."""
+
+    def finish_task(self) -> None:
+        """After the last `update` of a task."""
+
+    def merge(self, other: "Classifier") -> None:
+        """Takes in what another classifier of the same kind was updated with."""
+        raise UserError(f"The classifier '{self.name}' is trained step by step and cannot be merged with another.")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the state."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+
+class TaskHeads(Classifier):
+    """One head per task, trained in its task only; scores are the logits of all heads side by side.
+
+    A subclass says what a head is. A head has a `weight` with one row per class.
+    """
+
+    trains = True
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.heads = nn.ModuleList()
+
+    @abstractmethod
+    def new_head(self, classes: int, seed: int) -> nn.Module: ...
+
+    @property
+    def widths(self) -> list[int]:
+        """Classes per task."""
+        return [len(head.weight) for head in self.heads]  # type: ignore[arg-type]
+
+    @property
+    def classes(self) -> int:
+        return sum(self.widths)
+
+    def add_task(self, classes: int, seed: int = 0, warm_start: bool = False) -> None:
+        """A new last head; the others are fixed from now on. With `warm_start` it begins as a copy of the one before,
+        if that has as many classes."""
+        head = self.new_head(classes, seed)
+        if len(self.heads):
+            before = self.heads[-1]
+            before.requires_grad_(False)
+            if warm_start and self.widths[-1] == classes:
+                head.load_state_dict(before.state_dict())
+            head.to(next(before.parameters()).device)
+        self.heads.append(head)
+
+    @torch.no_grad()
+    def take_over(self, classifier: nn.Module) -> None:
+        """A linear classifier that was trained elsewhere as the next head, fixed."""
+        if not isinstance(classifier, nn.Linear):
+            raise UserError(
+                f"take_over takes a linear classifier, got {type(classifier).__name__}: build the model with classes."
+            )
+        if classifier.in_features != self.num_features:
+            raise UserError(
+                f"The classifier takes {classifier.in_features} features, the model gives {self.num_features}: "
+                "take over the one that was trained with it."
+            )
+        self.add_task(classifier.out_features)
+        head: Any = self.heads[-1]
+        head.weight.copy_(classifier.weight)
+        if isinstance(head, nn.Linear) and head.bias is not None:
+            head.bias.zero_() if classifier.bias is None else head.bias.copy_(classifier.bias)
+        head.requires_grad_(False)
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The current head's parameters, by their names in the state."""
+        last = len(self.heads) - 1
+        return [(f"heads.{last}.{name}", parameter) for name, parameter in self.heads[last].named_parameters()]
+
+    def task_logits(self, features: Tensor) -> Tensor:
+        """Logits of the current task's classes, for training, in full precision."""
+        with full_precision(features):
+            return self.heads[-1](at_least_float32(features))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.cat([head(features) for head in self.heads], dim=1)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Replaces its heads by those that the state holds."""
+        self.heads = nn.ModuleList()
+        while (weight := state.get(f"heads.{len(self.heads)}.weight")) is not None:
+            self.add_task(len(weight))
+        return super().load_state_dict(state, strict, assign)

@@ -1,0 +1,84 @@
+"""The nearest class mean: an image belongs to the class whose mean feature is closest to its own.
+
+Sums of features are kept in whole multiples of 2^-32, as integers. Integers add up to the same bits in any order, so
+batches, merged parts and resumed runs all give the same means.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambacl.classifiers.base import Classifier
+from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.errors import UserError
+
+UNIT = 2.0**-32  # far below the rounding of a float32 feature of usual size
+LARGEST = 2.0**62  # of a sum in units; int64 ends at 2^63
+
+
+class NearestMean(Classifier):
+    name = "nearest-mean"
+    summary = "the closest class mean, computed from features when a task ends"
+    trains = False
+    sums: Tensor  # (classes, d), in units
+    counts: Tensor  # (classes,)
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("sums", torch.zeros(0, num_features, dtype=torch.int64))
+        self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def classes(self) -> int:
+        return len(self.counts)
+
+    def add_task(self, classes: int, seed: int = 0) -> None:
+        self.sums, self.counts = F.pad(self.sums, (0, 0, 0, classes)), F.pad(self.counts, (0, classes))
+
+    @torch.no_grad()
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        """Also of classes that have not been announced, and more images of old ones."""
+        if features.dim() != 2 or features.shape[1] != self.num_features or labels.shape != features.shape[:1]:
+            raise UserError(
+                f"update takes features (b, {self.num_features}) and labels (b,), got {tuple(features.shape)} and "
+                f"{tuple(labels.shape)}."
+            )
+        if not len(labels):
+            return
+        units, labels = (features.double() / UNIT).round().to(self.sums.device), labels.to(self.sums.device)
+        self.add_task(max(0, int(labels.max()) + 1 - self.classes))
+        if not units.abs().sum(0).max() + self.sums.abs().max() < LARGEST:  # false with NaN
+            raise UserError(
+                "A feature is not finite, or the sum of a class's features is above 2^30: scale the features down."
+            )
+        self.sums.index_add_(0, labels, units.long())
+        self.counts += torch.bincount(labels, minlength=self.classes)
+
+    def merge(self, other: Classifier) -> None:
+        if not isinstance(other, NearestMean) or other.num_features != self.num_features:
+            raise UserError("Only another nearest-mean classifier of the same features can be merged.")
+        self.add_task(max(0, other.classes - self.classes))
+        self.sums[: other.classes] += other.sums.to(self.sums.device)
+        self.counts[: other.classes] += other.counts.to(self.sums.device)
+
+    def means(self) -> Tensor:
+        """(classes, d) in float64; zeros for a class without images."""
+        return self.sums.double() * UNIT / self.counts.clamp(min=1)[:, None]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Negative distances; minus infinity for a class without images."""
+        means = self.means().to(features.dtype)
+        # Not by products: the distance of a feature to a mean close by would be lost in their rounding.
+        distances = torch.cdist(features, means, compute_mode="donot_use_mm_for_euclid_dist")
+        return (-distances).masked_fill(self.counts == 0, -torch.inf)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Takes as many classes as the state holds."""
+        self.add_task(len(state["counts"]) - self.classes)  # a negative number takes classes away
+        return super().load_state_dict(state, strict, assign)
+
+
+CLASSIFIERS.add(NearestMean.name, NearestMean)

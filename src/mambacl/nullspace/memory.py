@@ -1,0 +1,171 @@
+"""What a null space knows of finished tasks: their covariances and boxes, the decompositions in force, and the energy
+of the updates; where covariances are kept, and all of it as named tensors and back."""
+
+import itertools
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mambacl.errors import UserError
+from mambacl.nullspace.elementwise import Box
+from mambacl.nullspace.projectors import Decomposition, Key
+from mambacl.nullspace.selection import Protection
+
+COVARIANCE_FOLDER = "covariances-"  # its name begins so
+ENDS = ("lower", "upper")
+
+
+@dataclass
+class TaskStatistics:
+    """What a task adds: a covariance for each feature of each block, and a box for each part that is protected
+    element by element."""
+
+    covariances: dict[Key, Tensor] = field(default_factory=dict)
+    boxes: dict[str, Box] = field(default_factory=dict)
+
+    def add_(self, other: "TaskStatistics") -> "TaskStatistics":
+        """Adds those of other tasks to this one, in place, so that memory holds no third copy."""
+        for key, mine in self.covariances.items():
+            mine.add_(other.covariances[key])
+        self.boxes = {name: mine.within(other.boxes[name]) for name, mine in self.boxes.items()}
+        return self
+
+
+@dataclass
+class Memory:
+    """`statistics`: of each task, if tasks are kept apart, or of all in one."""
+
+    tasks: int = 0
+    statistics: list[TaskStatistics] = field(default_factory=list)
+    update_energy: list[dict[str, Tensor]] = field(default_factory=list)
+    """by task, then by part: see `ProjectedStep.update_energy`"""
+    decompositions: dict[Key, Decomposition] | None = None  # None: not decomposed yet
+
+    def covariance(self, key: Key) -> Tensor:
+        """Of all tasks."""
+        first, *rest = (one.covariances[key] for one in self.statistics)
+        for other in rest:
+            first = first + other
+        return first
+
+    def boxes(self) -> dict[str, Box]:
+        """What all tasks together allow."""
+        boxes: dict[str, Box] = {}
+        for one in self.statistics:
+            boxes = {name: box.within(boxes.get(name)) for name, box in one.boxes.items()}
+        return boxes
+
+
+class CovarianceStore:
+    """Keeps covariances between tasks on the device, in the machine's memory, or memory-mapped on disk."""
+
+    def __init__(self, place: str, device: torch.device, folder: Path | None) -> None:
+        self.on_disk = place == "disk"
+        self.device = device if place == "device" else torch.device("cpu")
+        self._folder = folder
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._numbers = itertools.count()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A tensor with the same values that lives where the store keeps things."""
+        if not self.on_disk:
+            return tensor.to(self.device)
+        if self._temporary is None:
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            self._temporary = tempfile.TemporaryDirectory(
+                prefix=COVARIANCE_FOLDER, dir=self._folder, ignore_cleanup_errors=True
+            )
+        path = Path(self._temporary.name) / f"{next(self._numbers)}.bin"
+        kept = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        kept.copy_(tensor)
+        weakref.finalize(kept, path.unlink, missing_ok=True)
+        return kept
+
+
+def to_tensors(memory: Memory, protections: Sequence[Protection], keep_tasks: bool) -> dict[str, Tensor]:
+    """By parameter name and rows. Parts that share a feature share its tensors."""
+    tensors = {"tasks": torch.tensor(memory.tasks)}
+    if not memory.tasks:
+        return tensors
+    nothing = torch.zeros(4, dtype=torch.float64)
+    for protection in protections:
+        name = protection.name
+        for number, one in enumerate(memory.statistics):
+            if protection.elementwise:
+                found = {end: getattr(one.boxes[name], end) for end in ENDS}
+            else:
+                found = {"covariance": one.covariances[protection.key]}
+            tensors |= {f"{name}.{word}{_suffix(number, keep_tasks)}": t for word, t in found.items()}
+        if not protection.elementwise:
+            assert memory.decompositions is not None
+            own = memory.decompositions[protection.key]
+            for word, tensor in (("spectrum", own.spectrum), ("basis", own.basis), ("rank", own.ranks)):
+                tensors[f"{name}.{word}"] = tensor
+        tensors[f"{name}.moved"] = torch.stack([task.get(name, nothing) for task in memory.update_energy])
+    return tensors
+
+
+def from_tensors(
+    tensors: Mapping[str, Tensor],
+    protections: Sequence[Protection],
+    named: Mapping[str, Tensor],
+    keep_tasks: bool,
+) -> Memory:
+    """`named`: the model's parameters. Tensors of another model or setting are a `UserError`."""
+    tasks = int(tensors.get("tasks", torch.tensor(0)))
+    protections = protections if tasks else []
+    suffixes = [_suffix(number, keep_tasks) for number in range(tasks if keep_tasks else min(tasks, 1))]
+    _check(tensors, {p.name: _shapes(p, named[p.part.parameter], suffixes, tasks) for p in protections})
+    statistics = [TaskStatistics() for _ in suffixes]
+    decompositions: dict[Key, Decomposition] = {}
+    for p in protections:
+        own = {word: tensors[f"{p.name}.{word}"] for word in _shapes(p, named[p.part.parameter], suffixes, tasks)}
+        for one, suffix in zip(statistics, suffixes, strict=True):
+            if p.elementwise:
+                device = named[p.part.parameter].device
+                one.boxes[p.name] = Box(*(own[f"{end}{suffix}"].to(device) for end in ENDS))
+                continue
+            covariance = own[f"covariance{suffix}"]
+            known = one.covariances.setdefault(p.key, covariance)
+            if known is not covariance and not torch.equal(known.cpu(), covariance.cpu()):
+                raise UserError(f"This null-space state is of another setting: {p.name} had another feature there.")
+        if not p.elementwise:
+            decompositions[p.key] = Decomposition(own["spectrum"].cpu(), own["rank"].cpu(), own["basis"])
+    energy = [{p.name: tensors[f"{p.name}.moved"][task].cpu() for p in protections} for task in range(tasks)]
+    return Memory(tasks, statistics, energy, decompositions)
+
+
+def _suffix(task: int, keep_tasks: bool) -> str:
+    return f".{task}" if keep_tasks else ""
+
+
+def _shapes(
+    protection: Protection, parameter: Tensor, suffixes: Sequence[str], tasks: int
+) -> dict[str, tuple[int | None, ...]]:
+    """Of the tensors of a part, by the last word of their names; None is any number."""
+    part, energy = protection.part, {"moved": (tasks, 4)}
+    if protection.elementwise:
+        shape = tuple(part.of(parameter).shape)
+        return {**{f"{end}{suffix}": shape for end in ENDS for suffix in suffixes}, **energy}
+    groups, _, size = part.matrix(parameter).shape
+    lead = (groups,) if groups > 1 else ()
+    covariances = {f"covariance{suffix}": (*lead, size, size) for suffix in suffixes}
+    return {**covariances, "spectrum": (*lead, size), "rank": lead, "basis": (*lead, size, None), **energy}
+
+
+def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Mapping[str, tuple[int | None, ...]]]) -> None:
+    names = {"tasks"} | {f"{part}.{word}" for part, shapes in expected.items() for word in shapes}
+    if differing := sorted(names ^ set(tensors)):
+        shown = ", ".join(differing[:6]) + (", ..." if len(differing) > 6 else "")
+        raise UserError(f"This null-space state is of another model or setting; names on one side only: {shown}.")
+    for part, shapes in expected.items():
+        for word, shape in shapes.items():
+            found = tensors[f"{part}.{word}"].shape
+            if len(found) != len(shape) or any(a not in (b, None) for a, b in zip(shape, found, strict=True)):
+                raise UserError(f"This null-space state is of another model: {part} has another size there.")

@@ -1,0 +1,408 @@
+"""The projected step: from parameters before and after an optimizer's step to the change that is allowed.
+
+    before = projected_step.snapshot(parameters)
+    ...                                             # the optimizer steps as it always does
+    before.restrict(parameters)                     # each change becomes what is allowed of it, in place
+
+Parts of parameters are restricted in one of three ways: `FixedParts` go back to where they were, `ClampedParts` stay in
+their boxes, and the change of `ProjectedParts` is multiplied by a projector. Parts of equal shape are stacked and
+projected by one batched product; `projectors.project_part` is the plain twin. On a GPU, the kernels of
+`projected_step_kernels` do the same in fewer passes.
+
+On the way the squared norm of each update, and of its share in protected directions, is added up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambacl.nullspace.blocks import Part
+from mambacl.nullspace.elementwise import Box
+from mambacl.nullspace.projectors import Decomposition
+from mambacl.ops.switch import takes_kernel
+from mambacl.precision import float32_products
+
+ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once, and
+# Triton compiles a kernel again for numbers that are no multiple of 16
+PADDING = 2.0  # a basis is stacked with others up to this many times as wide: fewer stacks are fewer kernels
+MOST_ADDRESSES = 16  # an optimizer may keep copies of its parameters, each at another place
+CARRIED = "carried."
+Tensors = Mapping[str, Tensor]  # parameters by name
+Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # where parameters lie, and how
+
+
+class ProjectedStep:
+    """All that restricts the updates of a model between two consolidations."""
+
+    def __init__(self, constraints: "Sequence[FixedParts | ClampedParts | ProjectedParts]" = ()) -> None:
+        self.constraints = list(constraints)
+        self.carried: dict[str, Tensor] = {}  # energy of this task's updates from before a merge
+        self._counted = {
+            part.name: (constraint, number)
+            for constraint in self.constraints
+            if not isinstance(constraint, FixedParts)
+            for number, part in enumerate(constraint.parts)
+        }
+
+    @torch.no_grad()
+    def snapshot(self, tensors: Tensors) -> "Snapshot":
+        """The restricted parts as they are now. Parts of parameters that are not given are left out."""
+        found = []
+        for constraint in self.constraints:
+            present = [i for i, part in enumerate(constraint.parts) if part.parameter in tensors]
+            if present:
+                found.append((constraint, present, constraint.copy(tensors, present)))
+        return Snapshot(found)
+
+    def project(self, before: Tensors, after: Tensors, *, counted: bool = True) -> None:
+        """Replaces the change of parameters from `before` to `after`, in place, by what is allowed of it."""
+        self.snapshot(before).restrict(after, counted=counted)
+
+    def decomposition(self, part: str) -> Decomposition:
+        constraint, number = self._counted[part]
+        assert isinstance(constraint, ProjectedParts)
+        return constraint.bases.decomposition(constraint.places[number])
+
+    def boxes(self) -> dict[str, Box]:
+        """Where each part that is protected element by element may be."""
+        clamped = [constraint for constraint in self.constraints if isinstance(constraint, ClampedParts)]
+        return {part.name: Box(c.lower[i], c.upper[i]) for c in clamped for i, part in enumerate(c.parts)}
+
+    def update_energy(self) -> dict[str, Tensor]:
+        """By part, sums over steps of the squared norms of the optimizer's update, of its share in protected
+        directions, of the update applied, and of that one's share: (4,) each."""
+        rows = {name: constraint.update_energy(i).cpu() for name, (constraint, i) in self._counted.items()}
+        for name, row in self.carried.items():
+            rows[name] = rows[name] + row if name in rows else row
+        return rows
+
+    def nbytes(self) -> int:
+        """Of the bases, which projecting needs at hand."""
+        projected = [constraint for constraint in self.constraints if isinstance(constraint, ProjectedParts)]
+        return sum({id(c.bases): c.bases.basis.nbytes for c in projected}.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What changes with each step: the energies so far."""
+        energies = {name: constraint.energy[number] for name, (constraint, number) in self._counted.items()}
+        return {**energies, **{f"{CARRIED}{name}": row for name, row in self.carried.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.carried = {n.removeprefix(CARRIED): row.cpu() for n, row in state.items() if n.startswith(CARRIED)}
+        for name, tensor in self.state_dict().items():
+            if name in state:
+                tensor.copy_(state[name])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Restricted parts before a step: by constraint, which of its parts, and their values."""
+
+    found: "Sequence[tuple[FixedParts | ClampedParts | ProjectedParts, list[int], Any]]"
+
+    @torch.no_grad()
+    def restrict(self, tensors: Tensors, *, counted: bool = True) -> None:
+        """Replaces the change since then, in place, by what is allowed of it."""
+        for constraint, present, before in self.found:
+            constraint.restrict(tensors, present, before, counted)
+
+
+class FixedParts:
+    """Parts, and whole parameters, that do not train."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)
+
+    def copy(self, tensors: Tensors, present: list[int]) -> list[Tensor]:
+        return [self.parts[i].of(tensors[self.parts[i].parameter]).detach().clone() for i in present]
+
+    def restrict(self, tensors: Tensors, present: list[int], before: list[Tensor], counted: bool) -> None:
+        for i, old in zip(present, before, strict=True):
+            self.parts[i].of(tensors[self.parts[i].parameter]).copy_(old)
+
+
+class ClampedParts:
+    """Parts of A_log, of one shape, that stay in their boxes; with eta below 1 and no relaxation they move by (1 - eta)
+    of their step."""
+
+    def __init__(self, parts: Sequence[Part], boxes: Sequence[Box], eta: float, relaxed: bool) -> None:
+        self.parts, self.eta, self.relaxed = list(parts), eta, relaxed
+        self.lower, self.upper = (torch.stack([getattr(box, end) for box in boxes]) for end in ("lower", "upper"))
+        self.protects = torch.isfinite(self.lower)
+        self.energy = torch.zeros(len(parts), 4, dtype=torch.float64, device=self.lower.device)
+        self._views = PartViews(self.parts, Part.of)
+
+    def copy(self, tensors: Tensors, present: list[int]) -> Tensor:
+        values = torch.stack(self._views(tensors, present))
+        _to(self, values.device, "lower", "upper", "protects", "energy")
+        return values
+
+    def restrict(self, tensors: Tensors, present: list[int], before: Tensor, counted: bool) -> None:
+        chosen: slice | list[int] = slice(None) if len(present) == len(self.parts) else present
+        views = self._views(tensors, present)
+        new, old, protects = torch.stack(views), before, self.protects[chosen]
+        if self.relaxed:
+            lower, upper = self.lower[chosen], self.upper[chosen]
+            allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # boxes that do not meet hold A still
+        else:
+            allowed = torch.where(protects, old + (1 - self.eta) * (new - old), new)
+        if counted:  # of a relaxed part, what is protected is what lies outside of its box
+            change, applied = new - old, allowed - old
+            outside, let_through = (
+                (change - applied, 0 * applied) if self.relaxed else (change * protects, applied * protects)
+            )
+            norms = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (change, outside, applied, let_through)]
+            self.energy[chosen] += torch.stack(norms, dim=1).double().square()
+        torch._foreach_copy_(views, list(allowed.unbind(0)))
+
+    def update_energy(self, number: int) -> Tensor:
+        return self.energy[number]
+
+
+class ProjectedParts:
+    """Parts of equal shape, each with one of some stacked bases. `backend`: whether kernels project them, `auto` where
+    they serve, or `triton` or `plain`."""
+
+    backend = "auto"
+
+    def __init__(self, parts: Sequence[Part], places: Sequence[int], bases: "StackedBases") -> None:
+        """`places`: of the parts' bases in the stack."""
+        self.parts, self.places, self.bases = list(parts), list(places), bases
+        groups, device = bases.basis.shape[1], bases.basis.device
+        self.energy = torch.zeros(len(parts), groups, 2, dtype=torch.float64, device=device)
+        """(parts, groups, 2): sums of squares of the updates, and of what the basis holds of them"""
+        self.matrices, self._shaped = PartViews(self.parts, Part.matrix), PartViews(self.parts, Part.of)
+        self._numbers: Tensor | None = None
+
+    def copy(self, tensors: Tensors, present: list[int]) -> Tensor:
+        values = torch.stack(self.matrices(tensors, present))
+        self.bases.to(values.device)
+        _to(self, values.device, "energy")
+        return values
+
+    def restrict(self, tensors: Tensors, present: list[int], before: Tensor, counted: bool) -> None:
+        if len(present) == len(self.parts) and self._restrict_by_kernels(tensors, before, counted):
+            return
+        old = before.to(torch.promote_types(self.bases.identity.dtype, before.dtype))
+        change = torch.stack(self.matrices(tensors, present)).to(old.dtype).sub_(old)
+        allowed = self._project_(change, present, counted).add_(old)
+        views = self._shaped(tensors, present)
+        shaped = [self.parts[i].restored(m, view.shape) for i, m, view in zip(present, allowed, views, strict=True)]
+        torch._foreach_copy_(views, shaped)
+
+    def _project_(self, changes: Tensor, present: list[int], counted: bool) -> Tensor:
+        """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
+        all_present = len(present) == len(self.parts)
+        every_basis = all_present and self.places == list(range(len(self.bases.basis)))
+        chosen = slice(None) if every_basis else self._bases_of(None if all_present else present)
+        stacked = (self.bases.basis, self.bases.identity, self.bases.factor)
+        V, identity, factor = (t.flatten(0, 1)[chosen].to(changes.dtype) for t in stacked)
+        flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
+        with float32_products(tf32=False):  # an update projected to three digits would change the rest from the fourth
+            inside = flat @ V
+            if counted:
+                norms = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (flat, inside)]
+                energy = torch.stack(norms, dim=-1).double().square().unflatten(0, (len(present), -1))
+                if all_present:
+                    self.energy += energy
+                else:
+                    self.energy[present] += energy
+            flat.mul_(identity).baddbmm_(inside.mul_(factor), V.mT)
+        return changes
+
+    def _bases_of(self, present: list[int] | None = None) -> Tensor:
+        """Numbers of the parts' bases, group by group; on the device, where a recorded step can read them."""
+        device, groups = self.bases.basis.device, self.bases.basis.shape[1]
+        if present is None and self._numbers is not None and self._numbers.device == device:
+            return self._numbers
+        places = torch.tensor(self.places if present is None else [self.places[i] for i in present])
+        numbers = (places[:, None] * groups + torch.arange(groups)).flatten().to(device)
+        if present is None:
+            self._numbers = numbers
+        return numbers
+
+    def _restrict_by_kernels(self, tensors: Tensors, before: Tensor, counted: bool) -> bool:
+        """Does by kernels, where they serve, what `_project_` does; says whether they did."""
+        bases = self.bases
+        simple = before.dtype == bases.identity.dtype == torch.float32 and bases.basis.shape[-1] > 0
+        if not (simple and takes_kernel(before, self.backend)):
+            return False
+        found = self.matrices.addresses(tensors)
+        if found is None or found.addresses.device != before.device:
+            return False
+        from mambacl.nullspace.projected_step_kernels import project_
+
+        project_(
+            found.addresses, found.strides, before.flatten(0, 1), bases.basis.flatten(0, 1), self._bases_of(),
+            bases.widths, bases.identity, bases.factor, self.energy.view(-1, 2) if counted else None,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(self.matrices(tensors))  # as everything does that changes a tensor
+        return True
+
+    def update_energy(self, number: int) -> Tensor:
+        bases, place = self.bases, self.places[number]
+        total, inside = self.energy[number].unbind(-1)
+        null, identity = bases.holds_null_space[place], bases.identity[place, :, 0, 0].double()
+        both = identity + bases.factor[place, :, 0, 0].double()
+        protected = torch.where(null, (total - inside).clamp(min=0), inside)
+        let_through = torch.where(null, identity, both).square() * protected
+        free = torch.where(null, both, identity).square() * (total - protected).clamp(min=0)
+        return torch.stack([t.sum() for t in (total, protected, let_through + free, let_through)])
+
+
+class StackedBases:
+    """Bases of equal size, (stacked, groups, D, r), padded with zero columns to the widest."""
+
+    def __init__(
+        self, members: Sequence[Decomposition], eta: float, scaling: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size, groups = members[0].spectrum.shape[-1], members[0].ranks.numel()
+        width = max(member.basis.shape[-1] for member in members)
+        if device.type == "cuda":
+            width = -(-width // ALIGNED) * ALIGNED
+        self.spectra = [(member.spectrum, member.ranks) for member in members]
+        self.basis = torch.zeros(len(members), groups, size, width, dtype=dtype, device=device)
+        numbers = torch.empty(2, len(members), groups, 1, 1, dtype=torch.float64)
+        for place, member in enumerate(members):
+            projector = member.projector(eta, scaling)
+            own = member.basis.reshape(groups, size, -1)
+            self.basis[place, :, :, : own.shape[-1]] = own
+            for row, number in enumerate((projector.identity, projector.factor)):
+                numbers[row, place] = torch.as_tensor(number, dtype=torch.float64).cpu()
+        self.identity, self.factor = numbers.to(device, torch.promote_types(dtype, torch.float32))
+        """(stacked, groups, 1, 1)"""
+        null = torch.stack([member.holds_null_space.reshape(groups) for member in members])
+        self.holds_null_space = null.to(device)  # (stacked, groups)
+        ranks = torch.stack([member.ranks.reshape(groups) for member in members])
+        self.widths = torch.minimum(ranks, size - ranks).to(device, torch.int32)
+        """(stacked, groups): columns of each basis before the padding"""
+
+    def to(self, device: torch.device) -> None:
+        """Moves to where the parameters are now."""
+        _to(self, device, "basis", "identity", "factor", "holds_null_space", "widths")
+
+    def decomposition(self, place: int) -> Decomposition:
+        spectrum, ranks = self.spectra[place]
+        width = int(torch.minimum(ranks, spectrum.shape[-1] - ranks).max())
+        basis = self.basis[place, :, :, :width]
+        return Decomposition(spectrum, ranks, basis if ranks.dim() else basis[0])
+
+
+def projected_parts(
+    uses: Sequence[tuple[Decomposition, Sequence[Part]]],
+    shapes: Mapping[str, torch.Size],
+    eta: float,
+    scaling: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[ProjectedParts]:
+    """`uses`: for each projector, the parts whose updates it projects; `shapes`: of their parameters."""
+    alike: dict[tuple[int, int], list[tuple[Decomposition, Sequence[Part]]]] = {}
+    for decomposition, parts in uses:
+        size, groups = decomposition.spectrum.shape[-1], decomposition.ranks.numel()
+        alike.setdefault((size, groups), []).append((decomposition, parts))
+    found = []
+    for members in alike.values():
+        members.sort(key=lambda member: member[0].basis.shape[-1])
+        while members:
+            widest = PADDING * members[0][0].basis.shape[-1]
+            count = sum(decomposition.basis.shape[-1] <= widest for decomposition, _ in members)
+            bases = StackedBases([d for d, _ in members[:count]], eta, scaling, dtype, device)
+            found += _by_shape([parts for _, parts in members[:count]], bases, shapes)
+            del members[:count]
+    return found
+
+
+def _by_shape(
+    users: Sequence[Sequence[Part]], bases: StackedBases, shapes: Mapping[str, torch.Size]
+) -> list[ProjectedParts]:
+    """The parts that use each basis of a stack, put together by shape; two of one shape that share a basis apart."""
+    together: dict[tuple[int | str, ...], list[tuple[Part, int]]] = {}
+    for place, parts in enumerate(users):
+        seen: dict[tuple[int, ...], int] = {}
+        for part in parts:
+            shape = tuple(part.matrix(torch.empty(shapes[part.parameter], device="meta")).shape)
+            seen[shape] = seen.get(shape, -1) + 1
+            together.setdefault((*shape, part.side, seen[shape]), []).append((part, place))
+    return [ProjectedParts([part for part, _ in some], [p for _, p in some], bases) for some in together.values()]
+
+
+def clamped_parts(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, relaxed: bool) -> list[ClampedParts]:
+    """One for each shape."""
+    alike: dict[torch.Size, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(boxes[part.name].lower.shape, []).append(part)
+    return [ClampedParts(members, [boxes[part.name] for part in members], eta, relaxed) for members in alike.values()]
+
+
+def _to(holder: object, device: torch.device, *names: str) -> None:
+    for name in names:
+        if getattr(holder, name).device != device:
+            setattr(holder, name, getattr(holder, name).to(device))
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where matrices lie, on their device, and how far apart their rows and columns are: what a kernel needs to find
+    them."""
+
+    addresses: Tensor
+    strides: tuple[int, int]
+
+
+class PartViews:
+    """Views of some parts of parameters, made again only when the parameters are others than last time."""
+
+    def __init__(self, parts: Sequence[Part], view: Callable[[Part, Tensor], Tensor]) -> None:
+        self.parts, self.view = parts, view
+        self._of: Placement = ()
+        self._views: list[Tensor] = []
+        self._addresses: dict[Placement, Addresses] = {}
+        self._recorded: list[Addresses] = []  # a CUDA graph reads them for as long as it lives
+
+    def __call__(self, tensors: Tensors, present: Sequence[int] | None = None) -> list[Tensor]:
+        """Of all parts, or of those whose parameters are `present`."""
+        if present is not None and len(present) < len(self.parts):
+            some = [self.parts[i] for i in present]
+            return [self.view(part, tensors[part.parameter].detach()) for part in some]
+        given = [tensors[part.parameter] for part in self.parts]
+        placement = tuple((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in given)
+        if placement != self._of:
+            views = [self.view(part, tensor.detach()) for part, tensor in zip(self.parts, given, strict=True)]
+            if not all(map(_shares_memory, views, given)):  # of a weight in another layout, a matrix is a copy
+                return views
+            self._of, self._views = placement, views
+        return self._views
+
+    def addresses(self, tensors: Tensors) -> Addresses | None:
+        """Of views (groups, n, D), an address for each group; None where they are no views, not of float32, or laid
+        out each in its own way."""
+        views = self(tensors)
+        if views is not self._views:
+            return None
+        found = self._addresses.get(self._of)
+        if found is None:
+            strides = {view.stride() for view in views}
+            if len(strides) > 1 or any(v.dtype != torch.float32 or v.device != views[0].device for v in views):
+                return None
+            group, row, column = strides.pop()
+            size = views[0].element_size()
+            places = [view.data_ptr() + size * group * g for view in views for g in range(len(view))]
+            found = Addresses(torch.tensor(places, device=views[0].device), (row, column))
+            if len(self._addresses) >= MOST_ADDRESSES:
+                del self._addresses[next(iter(self._addresses))]
+            self._addresses[self._of] = found
+        if _recording(found.addresses):
+            self._recorded.append(found)
+        return found
+
+
+def _recording(tensor: Tensor) -> bool:
+    """Whether what reads it now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

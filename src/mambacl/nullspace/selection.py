@@ -1,0 +1,132 @@
+"""What of a model trains, and what of it is protected by which feature, under a setting."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from mambacl.errors import UserError
+from mambacl.nullspace.blocks import Block, Part, find_blocks, named_modules, named_parameters
+from mambacl.nullspace.covariance import GRAMS
+from mambacl.nullspace.projectors import Key
+from mambacl.nullspace.settings import Setting
+from mambacl.registry import did_you_mean
+
+ELEMENTWISE = "delta-elementwise"
+
+
+@dataclass(frozen=True)
+class Protection:
+    """A part whose updates are restricted by a feature of its block."""
+
+    block: str
+    part: Part
+    feature: str  # as settings call it
+    inputs: tuple[str, ...]  # the block's names for what the feature is made of
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def label(self) -> str:
+        """The feature, with the block's own names in it where it has several of them."""
+        usual = ("delta",) if self.elementwise else GRAMS[self.feature].inputs
+        return self.feature if self.inputs == usual else f"{self.feature}({', '.join(self.inputs)})"
+
+    @property
+    def key(self) -> Key:
+        """Parts that multiply the same tensors of a block have the same key, and share a projector."""
+        return self.block, self.label
+
+    @property
+    def elementwise(self) -> bool:
+        """Restricted by a box, not by a projector."""
+        return self.feature == ELEMENTWISE
+
+
+class Selection:
+    """It is made once: parameters that a model gets later are left alone, as those of the modules in `leave` are."""
+
+    def __init__(self, model: nn.Module, setting: Setting, leave: Sequence[str] = ()) -> None:
+        self.leave = tuple(leave)
+        for name in self.leave:
+            if name not in (modules := named_modules(model)):
+                raise UserError(f"The model has no module '{name}' to leave.{did_you_mean(name, modules)}")
+        self.shapes = {name: parameter.shape for name, parameter in named_parameters(model).items()}
+        found = self._found(model, every_layer=setting.layers == "all")
+        selective = [block for block in found if block.selective]
+        _check_blocks(setting.blocks, len(selective))
+        outside = {block.name for i, block in enumerate(selective) if not setting.trains_block(i)}
+        self.blocks = [block for block in found if block.name not in outside]
+        claimed = {part.parameter for _, part in self.parts()}
+        self.others: list[str] = []
+        """with every layer trained: names of parameters that are no part of a block"""
+        if setting.layers == "all":
+            self.others = [
+                name
+                for name in self.shapes
+                if name not in claimed
+                and not self.leaves(name)
+                and not any(name.startswith(f"{block}.") for block in outside)
+            ]
+        rules = {part.kind: setting.rule(part.kind) for _, part in self.parts()}
+        self.fixed = [part for _, part in self.parts() if not rules[part.kind].trains]
+        self.protections = [
+            _protection(block, part, rules[part.kind].feature)
+            for block, part in self.parts()
+            if rules[part.kind].trains and rules[part.kind].projected
+        ]
+        trained = {part.parameter for _, part in self.parts() if rules[part.kind].trains}
+        if setting.others != "fixed":
+            trained |= set(self.others)
+        self.trained = [name for name in self.shapes if name in trained]
+        """parameters of which some rows are trained in some task, in the model's order"""
+        one_per_head = any(p.kind == "A" and len(self.shapes[p.parameter]) == 1 for _, p in self.parts())
+        if setting.relax > 0 and one_per_head:
+            raise UserError("relax does not serve blocks whose A is a number per head, as in Mamba-2: use relax 0.")
+
+    def _found(self, model: nn.Module, every_layer: bool) -> list[Block]:
+        found = []
+        for block in find_blocks(model, every_layer):
+            if not self.leaves(block.name):
+                parts = [part for part in block.parts if not self.leaves(part.parameter)]
+                if not every_layer:  # then linear and convolution layers are not trained
+                    parts = [part for part in parts if part.kind not in ("linear", "conv") or part.index]
+                found.append(dataclasses.replace(block, parts=tuple(parts)))
+        if not any(block.parts for block in found):
+            advice = "nor a linear or convolution layer for it" if every_layer else "layers='all' protects plain layers"
+            raise UserError(
+                "NullSpace found nothing to protect: the model has no selective SSM that a block reader knows; "
+                f"{advice}; or register a block reader in the entry point group 'mambacl.block_readers'."
+            )
+        return found
+
+    def parts(self) -> Iterator[tuple[Block, Part]]:
+        for block in self.blocks:
+            for part in block.parts:
+                yield block, part
+
+    def projected(self) -> Iterator[Protection]:
+        """Those that have a projector."""
+        return (protection for protection in self.protections if not protection.elementwise)
+
+    def leaves(self, name: str) -> bool:
+        """Whether a module or parameter is one to leave alone."""
+        return any(name == module or name.startswith(f"{module}.") for module in self.leave)
+
+    def is_new(self, name: str) -> bool:
+        """Whether the model got a parameter after the selection was made."""
+        return name not in self.shapes and not self.leaves(name)
+
+
+def _protection(block: Block, part: Part, feature: str) -> Protection:
+    names = ("delta",) if feature == ELEMENTWISE else GRAMS[feature].inputs
+    return Protection(block.name, part, feature, tuple(part.inputs.get(name, name) for name in names))
+
+
+def _check_blocks(wanted: int | list[int] | None, count: int) -> None:
+    highest = wanted - 1 if isinstance(wanted, int) else max(wanted, default=-1) if wanted is not None else 0
+    if wanted is not None and (highest >= count or highest < 0):
+        raise UserError(f"blocks = {wanted} does not fit a model of {count} blocks.")

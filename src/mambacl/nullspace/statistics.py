@@ -1,0 +1,223 @@
+"""Statistics of features, gathered in one pass over some batches: what modules show while a model runs, added up.
+
+    wanted = {source: {"x": accumulator, ...}, ...}
+    images = gather(model, wanted, batches)
+
+A `Source` is a module whose hooks show its features by name. An `Accumulator` turns the features of a batch into
+totals that add up over batches, processes and tasks, in float64. Nothing here knows what the totals are for.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.errors import UserError
+
+Features = Mapping[str, Any]  # a tensor each, or a function without arguments that makes it when it is wanted
+Record = Callable[[Features], None]
+LABELS = "labels"  # a feature of every source, where batches are (images, labels)
+
+
+class Source:
+    """A module whose features can be seen: by default `output`, what it returns."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+
+    def register_hooks(self, record: Record) -> list[Any]:
+        """Registers hooks that record features, and returns their handles."""
+        return [self.module.register_forward_hook(lambda _, __, output: record({"output": output}))]
+
+    def if_not_run(self) -> str:
+        """What to do when a forward pass does not run it: the end of a sentence."""
+        return ""
+
+
+S = TypeVar("S", bound=Source)
+
+
+class Accumulator(ABC):
+    """Totals of some features. A subclass says what one batch contributes; the rest follows."""
+
+    largest: tuple[str, ...] = ()  # totals that are the largest value of all batches, not the sum
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        """`inputs`: names of the features that `contribution` is given."""
+        self.inputs = tuple(inputs)
+        self.totals: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def contribution(self, *features: Any) -> dict[str, Tensor]:
+        """The totals of one batch: new tensors."""
+
+    def add(self, *features: Any) -> None:
+        self._include(self.contribution(*features))
+
+    def merge(self, other: "Accumulator") -> None:
+        """Adds what another one has seen."""
+        self._include({name: total.clone() for name, total in other.totals.items()})
+
+    def _include(self, totals: Mapping[str, Tensor]) -> None:
+        for name, total in totals.items():
+            if name not in self.totals:
+                self.totals[name] = total.double()
+            elif name in self.largest:
+                self.totals[name] = torch.maximum(self.totals[name], total.double())
+            else:
+                self.totals[name].add_(total.double())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.totals)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.totals = {name: total.clone() for name, total in state.items()}
+
+
+def gather(
+    model: nn.Module,
+    wanted: Mapping[S, Mapping[str, Accumulator]],
+    batches: Iterable[Any],
+    forward: Callable[..., Any] | None = None,
+    products: torch.dtype = torch.float64,
+) -> int:
+    """Sends batches through `forward`, by default the model, in evaluation mode, and adds what the sources show to the
+    accumulators. They are given features of the precision `products`. Returns the number of images.
+
+    With several processes, each gives its own share of the batches, and all end with the same totals.
+    """
+    seen = {(source, label): 0 for source, accumulators in wanted.items() for label in accumulators}
+    labels: dict[str, Any] = {}
+
+    @torch.inference_mode(False)  # totals are added to later, whatever mode the forward function runs in
+    @torch.no_grad()
+    def show(source: S, features: Features) -> None:
+        features, made = {**labels, **features}, {}
+        for label, accumulator in wanted[source].items():
+            if not all(name in features or name == LABELS for name in accumulator.inputs):
+                continue
+            seen[source, label] += 1
+            for name in accumulator.inputs:
+                if name not in features:
+                    raise UserError(f"The statistic {label} needs labels: give it batches of (images, labels).")
+                if name not in made:
+                    feature = value(features, name)
+                    floating = isinstance(feature, Tensor) and feature.is_floating_point()
+                    made[name] = feature.to(products) if floating else feature
+            accumulator.add(*(made[name] for name in accumulator.inputs))
+
+    with watching(list(wanted), show) as runs, evaluating(model), torch.no_grad():
+        images = run_batches(batches, model if forward is None else forward, next(model.parameters()).device, labels)
+    images = _over_processes(wanted, images)
+    if images == 0:
+        raise UserError("There are no images to gather features from: the loader is empty.")
+    for source, accumulators in wanted.items():
+        for label, accumulator in accumulators.items():
+            if runs[source.name] == 0:
+                raise UserError(
+                    f"A pass over the images saw no features of {source.name}: the forward function does not run it"
+                    f"{source.if_not_run()}."
+                )
+            if seen[source, label] < runs[source.name]:
+                raise UserError(
+                    f"{source.name} ran without showing its feature {label}: a fused kernel bypasses its layers; "
+                    "choose its plain path (use_fast_path=False or use_mem_eff_path=False in mamba_ssm)."
+                )
+            if not all(torch.isfinite(total).all() for total in accumulator.totals.values()):
+                raise UserError(f"The feature {label} of {source.name} holds NaN or infinite values.")
+    return images
+
+
+def _over_processes(wanted: Mapping[S, Mapping[str, Accumulator]], images: int) -> int:
+    """Replaces totals by those of all processes, and gives the number of all images."""
+    processes = torch.distributed
+    if not (processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1):
+        return images
+    count = torch.tensor(images)
+    for accumulator in (accumulator for some in wanted.values() for accumulator in some.values()):
+        for name in sorted(accumulator.totals):
+            total, largest = accumulator.totals[name], name in accumulator.largest
+            processes.all_reduce(total, processes.ReduceOp.MAX if largest else processes.ReduceOp.SUM)
+            count = count.to(total.device)
+    processes.all_reduce(count)
+    return int(count)
+
+
+def value(features: Features, name: str) -> Any:
+    """A feature by name, made now if it was not made before."""
+    found = features[name]
+    return found() if callable(found) and not isinstance(found, Tensor) else found
+
+
+@contextmanager
+def watching(sources: Sequence[S], show: Callable[[S, Features], None]) -> Iterator[dict[str, int]]:
+    """While open, every forward pass shows the features of the sources. Gives how often each of them ran, by name."""
+    runs = {source.name: 0 for source in sources}
+    handles: list[Any] = []
+
+    def count(name: str) -> Callable[..., None]:
+        def counted(*_: Any) -> None:
+            runs[name] += 1
+
+        return counted
+
+    try:
+        for source in sources:
+            handles.append(source.module.register_forward_hook(count(source.name)))
+            handles += source.register_hooks(partial(show, source))
+        with eagerly():
+            yield runs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Compiled models run uncompiled: compiled code knows nothing of hooks that came later."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for every module while open; each module's own mode comes back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def run_batches(
+    batches: Iterable[Any],
+    forward: Callable[..., Any],
+    device: torch.device,
+    labels: dict[str, Any] | None = None,
+) -> int:
+    """Sends batches through `forward`: tensors, tuples that begin with one, or mappings of arguments by name. `labels`
+    holds the labels of the batch that is on its way, where it has some. Returns the number of images."""
+    images = 0
+    for batch in batches:
+        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if labels is not None:
+            labels.clear()
+            if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[1], Tensor):
+                labels[LABELS] = partial(batch[1].to, device)
+        if isinstance(inputs, Mapping):
+            arguments = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+            images += len(next(v for v in arguments.values() if isinstance(v, Tensor)))
+            forward(**arguments)
+        elif len(inputs):
+            images += len(inputs)
+            forward(inputs.to(device))
+    return images

@@ -1,0 +1,243 @@
+"""A table of the paper beside our runs: which run stands in which cell, and how far it is from the paper's value.
+
+A benchmark is known by its data set and its tasks, not by the name of the run's preset; a run that has other images,
+classes or tasks than the paper's gets a column of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mambacl.methods import METHODS
+from mambacl.nullspace.settings import PAPER_KINDS
+from mambacl.paper.quoted import PaperTable, Quoted, Row, paper_table
+from mambacl.reports.costs import cost
+from mambacl.reports.groups import Value, group_runs
+from mambacl.reports.runs import RunRecord
+from mambacl.training.metrics import METRICS
+
+CLASSES = {"cifar100": 100, "imagenet-r": 200, "domainnet-s200": 200}
+"""in each of the paper's data sets"""
+AVERAGE = "average"
+"""the column that is a mean over the others"""
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """Which of our figures stand beside the paper's accuracy and forgetting; the defaults are its formulas."""
+
+    accuracy: str = "final_accuracy_tasks"
+    forgetting: str = "forgetting"
+
+    def __post_init__(self) -> None:
+        for name in (self.accuracy, self.forgetting):
+            METRICS.check(name)
+
+
+@dataclass
+class Line:
+    """A row of the paper, or of ours, with our figures beside the paper's."""
+
+    name: str
+    row: Row | None = None
+    ours: dict[Key, Value] = field(default_factory=dict)
+    shares: dict[Key, float] = field(default_factory=dict)
+    """of what the row is a part or an increase of, where the paper prints that too"""
+    runs: list[RunRecord] = field(default_factory=list)
+
+    @property
+    def venue(self) -> str:
+        return self.row.venue if self.row else ""
+
+    def paper(self, key: Key) -> Quoted | None:
+        return self.row.values.get(key) if self.row else None
+
+    def difference(self, key: Key) -> float | None:
+        """Ours less the paper's, in the unit of both."""
+        ours, paper = self.ours.get(key), self.paper(key)
+        return None if ours is None or paper is None else ours.mean - paper.mean
+
+    def seeds(self, benchmark: str) -> list[str]:
+        return [str(run.seed) for run in self.runs if benchmark_of(run) == benchmark]
+
+    @property
+    def state(self) -> str:
+        """Whose figures are there, in words."""
+        tools = list(dict.fromkeys(run.imported for run in self.runs if run.imported))
+        if self.runs:
+            seeds = ", ".join(dict.fromkeys(str(run.seed) for run in self.runs))
+            return f"{'imported: ' + ', '.join(tools) + ', ' if tools else ''}seeds {seeds}"
+        if self.ours:
+            return "from the rows above"
+        if self.row is None or self.row.source == "derived":
+            return "the paper's alone"
+        return "no run given" if is_implemented(self.row) else "not in mambacl"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    table: PaperTable
+    names: MetricNames
+    keys: tuple[Key, ...]
+    """the paper's columns, then those of benchmarks that it has not"""
+    lines: tuple[Line, ...]
+    left_out: tuple[RunRecord, ...]
+    """runs that are not finished"""
+    notes: tuple[str, ...] = ()
+    """what a reader should know about the runs as a whole"""
+
+
+def compare_with_paper(
+    name: str, records: Sequence[RunRecord], names: MetricNames | None = None, notes: Sequence[str] = ()
+) -> Comparison:
+    """The paper's table `name` with the figures of the runs beside its own: mean and sample deviation over seeds."""
+    table, names = paper_table(name), names or MetricNames()
+    finished = [record for record in records if record.finished]
+    lines: list[Line] = []
+    for row in table.rows:
+        found = _lines(row.method, row, [run for run in finished if matches(row, run)], table, names)
+        lines += found or [Line(row.method, row)]
+    rest = [run for run in finished if not any(matches(row, run) for row in table.rows)]
+    for method in dict.fromkeys(run.method for run in rest):
+        lines += _lines(method, None, [run for run in rest if run.method == method], table, names)
+    _derive(table, lines)
+    benchmarks = dict.fromkeys((*table.columns, *(key[0] for line in lines for key in line.ours)))
+    keys = tuple((benchmark, metric) for benchmark in benchmarks for metric in (*table.metrics, *table.own))
+    left_out = tuple(record for record in records if not record.finished)
+    return Comparison(table, names, keys, tuple(lines), left_out, tuple(notes))
+
+
+def _derive(table: PaperTable, lines: Sequence[Line]) -> None:
+    """What the paper computes from the rows above: a mean over benchmarks, the increase, the share of a part."""
+    columns = [name for name in table.columns if name != AVERAGE]
+    for line in lines:
+        every = [line.ours.get((name, "minutes")) for name in columns]
+        if len(columns) < len(table.columns) and all(every):
+            line.ours[AVERAGE, "minutes"] = Value(float(np.mean([value.mean for value in every if value])))
+    for line in lines:
+        row = line.row
+        if row is not None and row.source == "derived":
+            before, after = (_only(lines, method) for method in ("sequential", "mamba-cl"))
+            for key in after.keys() & before.keys():
+                line.ours[key] = Value(after[key].mean - before[key].mean)
+                line.shares[key] = line.ours[key].mean / before[key].mean if before[key].mean else 0.0
+        elif row is not None and row.run is not None and "metric" in row.run:
+            total = _only(lines, "mamba-cl")
+            line.shares |= {key: value.mean / total[key].mean for key, value in line.ours.items() if key in total}
+
+
+def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
+    """The figures of the one row of a method alone; nothing where there are several, which differ by more."""
+    found = [line for line in lines if line.row and line.row.run and dict(line.row.run) == {"method": method}]
+    return found[0].ours if len(found) == 1 else {}
+
+
+def matches(row: Row, run: RunRecord) -> bool:
+    """Whether a run's figures belong in a row of the paper; those of other tools do by the method's name."""
+    if run.imported:
+        return _without_signs(run.method) == _without_signs(row.method)
+    if row.run is None:
+        return False
+    wanted = row.run
+    return (
+        wanted.get("method", run.method) == run.method
+        and wanted.get("backbone", "") in run.backbone
+        and ("pretrained" not in wanted or run.config.get("pretrained") is False)
+        and ("projects" not in wanted or projections(run) == set(wanted["projects"]))
+    )
+
+
+def is_implemented(row: Row) -> bool:
+    return row.run is not None and row.run.get("method", "mamba-cl") in METHODS.names()
+
+
+def projections(run: RunRecord) -> set[str] | None:
+    """The kinds of parameters whose updates a run projected; None for what is no ablation of Mamba-CL: another method,
+    or a run that leaves one of the kinds as it is."""
+    if run.method == "sequential":
+        return set()
+    if run.method != "mamba-cl":
+        return None
+    rules = run.config.get("nullspace")
+    rules = rules if isinstance(rules, Mapping) else {}
+    if any(_says_no(rules.get(kind), "trains") for kind in PAPER_KINDS):
+        return None
+    return {kind for kind in PAPER_KINDS if not _says_no(rules.get(kind), "projected")}
+
+
+def benchmark_of(run: RunRecord) -> str:
+    """The data set and the number of tasks, with whatever sets the run apart from the paper's benchmark."""
+    stream = run.config.get("stream")
+    dataset = stream.get("dataset") if isinstance(stream, Mapping) else None
+    if not isinstance(stream, Mapping) or dataset not in CLASSES or run.imported:
+        return run.benchmark
+    sizes = [len(task) for task in run.tasks]
+    name = f"{dataset}-{len(sizes)}"
+    if sum(sizes) != CLASSES[dataset]:
+        name += f", {sum(sizes)} classes"
+    if len(set(sizes)) > 1:
+        name += ", uneven tasks"
+    if stream.get("train_per_class"):
+        name += f", {stream['train_per_class']} images a class"
+    if stream.get("validation"):
+        name += ", on held-back training images"
+    if run.scenario != "class":
+        name += f", {run.scenario}-incremental"
+    if run.skipped:
+        name += f", without {len(run.skipped)} unreadable images"
+    return name
+
+
+def value_of(run: RunRecord, metric: str, names: MetricNames) -> float | None:
+    """A run's figure in the unit of the paper's column; None where a run does not have it."""
+    if metric in ("accuracy", "forgetting"):
+        value = run.metric(getattr(names, metric))
+        return None if value is None else 100 * value
+    return cost(run, metric)
+
+
+def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: MetricNames) -> list[Line]:
+    """One line for all benchmarks; further ones where runs differ by more than benchmark and seed."""
+    kinds = dict.fromkeys(map(_kind, runs))
+    differing = [len({kind[i] for kind in kinds}) > 1 for i in range(3)]
+    lines: dict[tuple[object, str], Line] = {}
+    for kind in kinds:
+        words = [word for word, differs in zip(kind, differing, strict=True) if differs and word]
+        own = [run for run in runs if _kind(run) == kind]
+        for benchmark in dict.fromkeys(map(benchmark_of, own)):
+            taken: set[str] = set()
+            for group in group_runs([run for run in own if benchmark_of(run) == benchmark]):
+                suffix = _unused(group.name.removeprefix(group.first.method), taken)
+                label = name + (f" ({', '.join(words)})" if words else "") + suffix
+                line = lines.setdefault((kind, suffix), Line(label, row))
+                line.runs += group.runs
+                for metric in (*table.metrics, *table.own):
+                    of = str(row.run.get("metric", metric)) if row and row.run else metric
+                    value = group.summary(lambda run, of=of: value_of(run, of, names), scale=1.0)  # type: ignore[misc]
+                    if value is not None:
+                        line.ours[benchmark, metric] = value
+    return list(lines.values())
+
+
+def _kind(run: RunRecord) -> tuple[str, str, str]:
+    return run.backbone, str(run.config.get("setting") or ""), str(run.config.get("recipe") or "")
+
+
+def _unused(suffix: str, taken: set[str]) -> str:
+    """Groups whose names are cut to the same words stay apart."""
+    number = 1
+    while (found := suffix if number == 1 else f"{suffix} ({number})") in taken:
+        number += 1
+    taken.add(found)
+    return found
+
+
+def _says_no(rule: object, word: str) -> bool:
+    return isinstance(rule, Mapping) and rule.get(word) is False
+
+
+def _without_signs(name: str) -> str:
+    """coda_prompt and CODA-Prompt are one method."""
+    return "".join(sign for sign in name.lower() if sign.isalnum() or sign == "+")

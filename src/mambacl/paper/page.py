@@ -1,0 +1,207 @@
+"""How a comparison with the paper looks: a table for every format, a long CSV, and the page."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from mambacl.paper.comparison import Comparison, Key, Line
+from mambacl.paper.quoted import Quoted, sources
+from mambacl.reports.groups import Value, departures
+from mambacl.reports.rendering import to_latex, to_markdown
+from mambacl.reports.tables import Cell, Column, Table
+from mambacl.reports.templating import render
+from mambacl.reports.writing import write_files
+from mambacl.training.metrics import METRICS
+
+UNITS = {
+    "accuracy": "per cent",
+    "forgetting": "per cent",
+    "minutes": "minutes",
+    "gflops": "GFLOP",
+    "inference_ms": "ms",
+}
+TITLES = {"inference_ms": "inference", "peak_gib": "peak GiB", "parameters": "million parameters"}
+COST_NOTES = {
+    "minutes": "minutes, ours: training, consolidation and evaluation, on whatever machine it was",
+    "gflops": "GFLOP, ours: of one image; a multiply-add counts as two, the scan is included",
+    "inference_ms": "inference, ours: seconds of evaluation over images evaluated, reading them included",
+    "peak_gib": "peak GiB, ours: of the GPU where there was one, else of the process",
+    "parameters": "million parameters, ours: of the backbone",
+}
+MAX_NAMED_ROWS = 6
+CSV_HEAD = ("table", "method", "venue", "runs", "benchmark", "metric", "seeds", "ours", "ours_std", "paper",
+            "paper_std", "mark", "source", "difference")  # fmt: skip
+
+
+def as_table(comparison: Comparison) -> Table:
+    """The paper's rows and columns; where there are runs of ours, three columns instead of one."""
+    table = comparison.table
+    has_venue, has_complexity = any(row.venue for row in table.rows), any(row.complexity for row in table.rows)
+    filled = {key for line in comparison.lines for key in line.ours}
+    columns = [Column("method", text=True), *[Column("venue", text=True)] * has_venue, Column("runs", text=True)]
+    for benchmark, metric in comparison.keys:
+        title = f"{benchmark} {TITLES.get(metric, metric)}"
+        known, quoted = (benchmark, metric) in filled, (benchmark, metric) in table.keys
+        columns += [Column(f"{title} ours")] * known + [Column(f"{title} paper")] * quoted
+        columns += [Column(f"{title} difference")] * (known and quoted)
+    columns += [Column("complexity", text=True)] * has_complexity
+    rows = []
+    for line in comparison.lines:
+        row: list[Cell] = [line.name, *[line.venue or None] * has_venue, line.state]
+        for key in comparison.keys:
+            known, quoted = key in filled, key in table.keys
+            row += [_ours(line, key)] * known + [_paper(line.paper(key))] * quoted
+            row += [_difference(line, key)] * (known and quoted)
+        row += [line.row.complexity if line.row and line.row.complexity else None] * has_complexity
+        rows.append(tuple(row))
+    units = " and ".join(dict.fromkeys(UNITS[metric] for metric in table.metrics))
+    caption = f"{table.title}, in {units}: the paper's table '{table.name}' ({table.label})"
+    return Table(caption, tuple(columns), tuple(rows), tuple(_notes(comparison)))
+
+
+def long_csv(comparison: Comparison) -> str:
+    """A line a cell, so that nothing has to be taken apart."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(CSV_HEAD)
+    for line in comparison.lines:
+        for key in comparison.keys:
+            ours, paper, difference = line.ours.get(key), line.paper(key), line.difference(key)
+            if ours is None and paper is None:
+                continue
+            seeds = " ".join(line.seeds(key[0])) if ours else ""
+            cells = [f"{ours.mean:.4f}" if ours else "", _four_decimals(ours.std if ours else None)]
+            cells += [f"{paper.mean:g}" if paper else "", f"{paper.std:g}" if paper and paper.std is not None else ""]
+            cells += [paper.mark if paper else "", line.row.source if line.row else "", _four_decimals(difference)]
+            writer.writerow([comparison.table.name, line.name, line.venue, line.state, *key, seeds, *cells])
+    return out.getvalue()
+
+
+def paper_page(comparison: Comparison) -> str:
+    table = as_table(comparison)
+    return render(
+        "paper_table.html",
+        title=comparison.table.title,
+        name=comparison.table.name,
+        runs=len({run.folder for line in comparison.lines for run in line.runs}),
+        results=table,
+        markdown=to_markdown(table),
+        latex=to_latex(table),
+    ).html
+
+
+def write_paper_table(comparison: Comparison, target: Path) -> Path:
+    """`paper-NAME.html`, and the table beside it as `.md`, `.tex` and `.csv`; returns the page's path."""
+    table, stem = as_table(comparison), f"paper-{comparison.table.name}"
+    files = {f"{stem}.md": to_markdown(table), f"{stem}.tex": to_latex(table), f"{stem}.csv": long_csv(comparison)}
+    files[f"{stem}.html"] = paper_page(comparison)
+    write_files(target, {name: text.encode() for name, text in files.items()})
+    return target / f"{stem}.html"
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    table, lines = comparison.table, comparison.lines
+    notes = []
+    if "accuracy" in table.metrics:
+        notes.append(f"accuracy, ours, is {_formula(comparison.names.accuracy)}")
+    if "forgetting" in table.metrics:
+        notes.append(f"forgetting, ours, is {_formula(comparison.names.forgetting)}")
+    notes += [words for metric, words in COST_NOTES.items() if any(metric == key[1] for li in lines for key in li.ours)]
+    notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours less the paper's")
+    notes += _source_notes(comparison)
+    if any(line.state == "not in mambacl" for line in lines):
+        notes.append("not in mambacl: a method on another kind of backbone; the paper's value stands alone")
+    notes += _backbone_notes(comparison)
+    notes += _training_notes(comparison)
+    every = [run for line in lines for run in line.runs]
+    tools = dict.fromkeys(run.imported for run in every if run.imported)
+    if tools:
+        notes.append(
+            f"imported from {', '.join(tools)}: on the split, class order and backbone of whoever made the file"
+        )
+    if any(value.std is None for line in lines for value in line.ours.values()):
+        notes.append("a single seed has no deviation")
+    for line in lines:
+        for benchmark in dict.fromkeys(key[0] for key in line.ours):
+            if len(set(line.seeds(benchmark))) < len(line.seeds(benchmark)):
+                notes.append(f"{line.name}, {benchmark}: a seed occurs more than once, so the deviation is too small")
+    notes += comparison.notes
+    for run in comparison.left_out:
+        notes.append(f"left out, for it is not finished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder}")
+    return notes
+
+
+def _backbone_notes(comparison: Comparison) -> list[str]:
+    """Where ours have another backbone than the paper's, or start from random weights where it does not say so."""
+    table = comparison.table
+    used: dict[str, list[str]] = {}
+    random: list[str] = []
+    for line in comparison.lines:
+        for run in line.runs:
+            if run.imported or line.row is None:
+                continue
+            if table.backbone and run.backbone != table.backbone and line.name not in used.setdefault(run.backbone, []):
+                used[run.backbone].append(line.name)
+            if run.config.get("pretrained") is False and "pretrained" not in (line.row.run or {}):
+                random.append(run.backbone)
+    notes = []
+    for backbone, names in used.items():
+        notes.append(f"{_first_to_last(names)}: on {backbone}, where the paper has {table.backbone}")
+    if random:
+        notes.append(f"ours start from random weights: {', '.join(dict.fromkeys(random))}")
+    return notes
+
+
+def _training_notes(comparison: Comparison) -> list[str]:
+    """Which of the paper's rows have runs of ours that were trained in another way than the paper says."""
+    used: dict[str, list[str]] = {}
+    for line in comparison.lines:
+        for run in line.runs:
+            words = "" if run.imported or line.row is None else ", ".join(departures(run))
+            if words and line.name not in used.setdefault(words, []):
+                used[words].append(line.name)
+    return [f"{_first_to_last(names)}: ours not trained as the paper says: {words}" for words, names in used.items()]
+
+
+def _first_to_last(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
+
+
+def _source_notes(comparison: Comparison) -> list[str]:
+    """Where the paper has its values from: by row, and by mark."""
+    known, notes = sources(), []
+    for source in dict.fromkeys(row.source for row in comparison.table.rows):
+        methods = list(dict.fromkeys(row.method for row in comparison.table.rows if row.source == source))
+        which = ", ".join(methods) if len(methods) <= MAX_NAMED_ROWS else f"{methods[0]} to {methods[-1]}"
+        notes.append(f"paper, from {known[source]}: {which}")
+    marks = {value.mark for row in comparison.table.rows for value in row.values.values() if value and value.mark}
+    return notes + [f"{mark}: {words}" for mark, words in known.items() if mark in marks]
+
+
+def _formula(metric: str) -> str:
+    return f"{metric}: {METRICS.get(metric).meaning}"
+
+
+def _ours(line: Line, key: Key) -> Cell:
+    value = line.ours.get(key)
+    share = f" ({line.shares[key]:.1%})" if key in line.shares else ""
+    return None if value is None else _with_deviation(value, key[1]) + share
+
+
+def _with_deviation(value: Value, metric: str) -> str:
+    digits = 1 if metric == "minutes" and abs(value.mean) >= 10 else 2
+    return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}")
+
+
+def _paper(value: Quoted | None) -> Cell:
+    return None if value is None else value.text.replace("±", " ± ")
+
+
+def _difference(line: Line, key: Key) -> Cell:
+    value = line.difference(key)
+    return None if value is None else f"{value:+.{1 if key[1] == 'minutes' else 2}f}"
+
+
+def _four_decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,29 @@
+"""`import mambacl.timm` registers the backbones with timm: `timm.create_model("vim_tiny")` then works.
+
+Names that timm has itself stay timm's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    from timm.models import is_model, register_model
+except ImportError as error:
+    raise ImportError("mambacl.timm needs timm: pip install timm.") from error
+
+from mambacl.backbones.registry import create_model, list_models
+
+
+def _entrypoint(name: str) -> Callable[..., Any]:
+    def build(pretrained: bool = False, **options: Any) -> Any:
+        for timms_own in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+            options.pop(timms_own, None)
+        return create_model(name, pretrained, **options)
+
+    build.__name__ = build.__qualname__ = name
+    return build
+
+
+for _name in list_models():
+    if not is_model(_name):
+        register_model(_entrypoint(_name))

@@ -1,0 +1,191 @@
+"""Runs from beginning to end: `train`, `resume`, `evaluate` and `audit`, for the command line and for Python alike."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mambacl.config import RunConfig, resolve
+from mambacl.errors import UserError
+from mambacl.log import logger
+from mambacl.precision import named
+from mambacl.scenarios import Scenario
+from mambacl.training import auditing, checkpoints
+from mambacl.training.build import Parts, build, check_stream, pick_device
+from mambacl.training.execution import arithmetic, carry_out
+from mambacl.training.folder import RunFolder
+from mambacl.training.identity import differences
+from mambacl.training.loop import Loop
+from mambacl.training.seconds import Watch
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its folder and what is in its results.json."""
+
+    folder: Path
+    results: dict[str, Any]
+    trained: bool = False
+    """whether it was worked on just now, rather than found finished"""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.results["metrics"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Right test images of each task: counted now, and as the run recorded them; the number of test images; and the
+    scenarios of the two."""
+
+    counted: list[int]
+    recorded: list[int]
+    total: list[int]
+    scenario: Scenario = "class"
+    recorded_scenario: Scenario = "class"
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    overwrite: bool = False,
+    loop: type[Loop] = Loop,
+    **overrides: Any,
+) -> Run:
+    """Trains a run and returns it: a preset's name, a YAML file, a mapping or a `RunConfig`, with overrides.
+
+        mambacl.train("demo", method="sequential", training={"lr": 1e-3}, out="runs/mine")
+
+    A folder with the same run in it is continued or, when finished, returned; `overwrite` trains it again. `loop` is a
+    `Loop` that does more, such as measuring something after each task.
+    """
+    watch = Watch()
+    resolved = resolve(config, overrides)
+    folder = RunFolder(resolved.folder)
+    there = folder.config() if folder.exists() and not overwrite else None
+    resolved = _with_precision(resolved, there)
+    if there is not None:
+        differing = differences(there, resolved)
+        if differing:
+            build(resolved)  # a mistake in the configuration is the better answer
+            raise UserError(
+                f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
+                "choose another name or out, or overwrite it (--name, --out, --overwrite)."
+            )
+        return _continue(folder, resolved, watch, loop)
+    parts = build(resolved, loop=loop, watch=watch)  # fails before anything is written or removed
+    with watch.phase("data"):
+        parts.stream.dataset.check()
+        described = parts.described.result()
+    with folder.locked():
+        folder.clear()
+        folder.create(resolved, described)
+        with watch.phase("checkpoints"):
+            checkpoints.save_backbone(folder, parts.model)
+        return Run(folder.path, carry_out(folder, parts, None), trained=True)
+
+
+def resume(path: str | Path, device: str | None = None) -> Run:
+    """Continues a run where its last checkpoint stands, on its own device or another."""
+    watch = Watch()
+    folder = RunFolder.existing(path)
+    return _continue(folder, _on_device(folder.config(), device), watch)
+
+
+def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
+    """With `auto` replaced by what it stands for: in an existing run, by what that one has."""
+    if config.precision != "auto":
+        return config
+    found: Any = named(config.precision, pick_device(config.device)) if there is None else there.precision
+    return dataclasses.replace(config, precision=found)
+
+
+def _on_device(config: RunConfig, device: str | None) -> RunConfig:
+    return config if device is None else dataclasses.replace(config, device=device)
+
+
+def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
+    results = folder.results()
+    if results.get("status") == "finished":
+        logger.info("%s is finished; `mambacl train` with --overwrite trains it again.", folder.path)
+        return Run(folder.path, results)
+    with folder.locked():
+        folder.clear_covariances()
+        started = (folder.checkpoints / checkpoints.BACKBONE).exists()
+        parts = build(config, folder if started else None, loop, watch)
+        with watch.phase("data"):
+            check_stream(folder, parts)
+        if not started:
+            folder.checkpoints.mkdir(exist_ok=True)
+            checkpoints.save_backbone(folder, parts.model)
+        checkpoint = checkpoints.load(folder) if started else None
+        if checkpoint is not None:
+            position = checkpoint.position
+            logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
+        return Run(folder.path, carry_out(folder, parts, checkpoint), trained=True)
+
+
+def evaluate(
+    path: str | Path, batch_size: int | None = None, device: str | None = None, scenario: Scenario | None = None
+) -> Evaluation:
+    """Evaluates a run as it was at the end of its latest task, over all tasks learned by then; its files stay as they
+    are.
+
+    `batch_size` changes nothing but the speed. `scenario` is the run's, unless another is named: "class" or "task" for
+    tasks with different classes, "task" or "domain" for domains.
+    """
+    folder = RunFolder.existing(path)
+    config = _on_device(folder.config(), device)
+    chosen = _possible(scenario, config.stream.scenario)
+    if batch_size is not None:
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
+    parts, checkpoint = _at_task_end(folder, config)
+    loop = parts.loop(folder)
+    loop.scenario = chosen
+    with arithmetic(config):
+        counted = loop.evaluate(checkpoint.position.task - 1)
+    total = parts.stream.test_counts()[: len(counted)]
+    return Evaluation(counted, checkpoint.position.correct[-1], total, chosen, config.stream.scenario)
+
+
+def _possible(scenario: Scenario | None, own: Scenario) -> Scenario:
+    """The scenario to evaluate a run in."""
+    if scenario is None:
+        return own
+    possible = ("task", "domain") if own == "domain" else ("class", "task")
+    if scenario not in possible:
+        raise UserError(
+            f"A run in the scenario {own} can be evaluated in the scenarios {' and '.join(possible)}, not in "
+            f"'{scenario}': that needs a run of its own (--stream.scenario)."
+        )
+    return scenario
+
+
+def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
+    """Audits a run as it was at the end of its latest task, and writes its audit.json: how far what each block made of
+    the images that were kept has moved, and how much of each update fell into protected directions."""
+    folder = RunFolder.existing(path)
+    config = _on_device(folder.config(), device)
+    parts, checkpoint = _at_task_end(folder, config, with_task_state=True)
+    with arithmetic(config):
+        return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
+
+
+def _at_task_end(
+    folder: RunFolder, config: RunConfig, with_task_state: bool = False
+) -> tuple[Parts, checkpoints.Checkpoint]:
+    """A run's parts as they were at the end of its latest task; `with_task_state`: also with what only training
+    needs."""
+    checkpoint = checkpoints.load_task_end(folder)
+    if checkpoint is None:
+        raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
+    parts = build(config, folder)
+    check_stream(folder, parts)
+    try:
+        parts.method.load_state_dict(checkpoint.method_state)
+        if checkpoint.task_state and (with_task_state or parts.method.needs_task_state):
+            parts.method.load_task_state_dict(checkpoint.task_state)
+    except (KeyError, RuntimeError):
+        raise UserError(f"The checkpoint of {folder.path} does not fit its config.yaml: was it edited?") from None
+    return parts, checkpoint

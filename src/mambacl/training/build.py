@@ -1,0 +1,212 @@
+"""From a configuration to what a run works with: device, model, stream and method."""
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from mambacl.backbones import create_model, load_weights
+from mambacl.backbones.loading import classifier_names, weights_file
+from mambacl.backbones.registry import MODELS, load_pretrained
+from mambacl.classifiers import CLASSIFIERS
+from mambacl.config import RunConfig
+from mambacl.errors import UserError
+from mambacl.methods import METHODS, Method, Setup
+from mambacl.scenarios import SCENARIOS
+from mambacl.streams import Stream, open_stream
+from mambacl.training import checkpoints
+from mambacl.training.display import make_display
+from mambacl.training.folder import RunFolder
+from mambacl.training.loop import Loop
+from mambacl.training.seconds import Watch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parts:
+    config: RunConfig
+    model: nn.Module
+    stream: Stream
+    method: Method
+    device: torch.device
+    loop_class: type[Loop]
+    watch: Watch
+    described: Future[dict[str, Any]]
+    """what identifies the stream"""
+
+    def overview(self) -> str:
+        """What is about to be learned, and what a reader should know about it."""
+        stream, recipe = self.stream, self.config.training
+        tasks, size = stream.tasks, stream.transforms.size
+        images = f"{len(stream.dataset.train.labels)} training and {len(stream.dataset.test.labels)} test images"
+        first = ", ".join(stream.dataset.class_names[c] for c in tasks[0][:6]) + (", ..." if len(tasks[0]) > 6 else "")
+        those = f"{len(tasks)} tasks (first: {first})"
+        if stream.domains is not None:
+            those = f"each of {len(tasks)} domains ({', '.join(stream.domains.names)})"
+        classes = f"{len(stream.class_order)} classes in {those}"
+        lines = [f"{stream.dataset.name}: {classes}, {images}, {size} px, on {self.device}"]
+        if stream.scenario != "class":
+            lines.append(f"Evaluation is {stream.scenario}-incremental: the model {SCENARIOS[stream.scenario]}.")
+        if self.config.pretrained is False:
+            lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE starts from others).")
+        if min(len(task) for task in tasks) == 1:
+            lines.append("A task of a single class has nothing to learn from: its classifier knows no other answer.")
+        if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
+            lines.append(
+                f"With {recipe.passes} passes the learning rate never falls (decay_after {recipe.decay_after})."
+            )
+        return "\n".join(lines)
+
+    def steps(self, task: int) -> int:
+        """Steps in an epoch of a task."""
+        recipe = self.config.training
+        return -(-self.stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size)
+
+    def loop(self, folder: RunFolder, done: int = 0) -> Loop:
+        config = self.config
+        recipe = config.training
+        steps = sum(self.steps(t) for t in range(len(self.stream.tasks))) * recipe.epochs
+        display = make_display(config.method, steps, done)
+        header = {
+            "benchmark": config.name,
+            "method": config.method,
+            "backbone": config.backbone,
+            "seed": config.seed,
+            "precision": config.precision,
+            "class_names": self.stream.dataset.class_names,
+            "class_order": self.stream.class_order,
+            "tasks": self.stream.tasks,
+            "scenario": self.stream.scenario,
+        }
+        if config.classifier != "auto":
+            header["classifier"] = config.classifier
+        if self.stream.domains is not None:
+            header["domains"] = self.stream.domains.names
+        if skipped := self.stream.dataset.skipped:
+            header["skipped"] = {"count": len(skipped), "images": list(skipped)}
+        bf16 = config.precision == "bf16"
+        return self.loop_class(
+            self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed,
+            config.audit_images, config.fast, self.stream.scenario, self.watch,
+        )  # fmt: skip
+
+
+def build(
+    config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] = Loop, watch: Watch | None = None
+) -> Parts:
+    """Model, stream and method; the model with the weights in `folder`, or those before any training."""
+    watch = watch or Watch()
+    method_class = METHODS.get(config.method)
+    if config.classifier != "auto":
+        CLASSIFIERS.check(config.classifier)
+    device = pick_device(config.device)
+    torch.manual_seed(config.seed)  # for what no checkpoint fills
+    with watch.phase("model"):
+        model = create_model(config.backbone, num_classes=0, **config.backbone_options)
+    data: Any = model.default_cfg
+    with watch.phase("data"):
+        stream = open_stream(
+            config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
+            config.training.workers, device if config.fast else torch.device("cpu"),
+        )  # fmt: skip
+    described = _beside(stream.describe)  # the images' fingerprint takes as long as the model
+    with watch.phase("model"):
+        if folder is None:  # after the data were found: weights may have to be downloaded
+            load_pretrained(model, config.backbone, config.pretrained)
+        else:
+            checkpoints.load_backbone(folder, model)
+        model.eval()
+        _check_image_size(model, stream.transforms.size, config.backbone)
+        method = _method(config, folder, stream, method_class, model.to(device))
+    return Parts(config, model, stream, method, device, loop, watch, described)
+
+
+def _beside(work: Callable[[], T]) -> Future[T]:
+    """Does some work in a thread; the end of the process does not wait for it."""
+    future: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return future
+
+
+def _method(
+    config: RunConfig, folder: RunFolder | None, stream: Stream, method_class: type[Method], model: nn.Module
+) -> Method:
+    known = None
+    if config.known_classes:  # after the first task it is in the checkpoints
+        learned = folder is not None and (folder.checkpoints / checkpoints.TASK_END).exists()
+        classes = len(stream.tasks[0])
+        known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
+    setup = Setup(
+        setting=config.nullspace,
+        warm_second_head=config.training.heads == "warm-second",
+        seed=config.seed,
+        options=config.options,
+        classifier=config.classifier,
+        classifier_options=config.classifier_options,
+        known_classifier=known,
+        folder=config.folder / "checkpoints",
+    )
+    return method_class(model, setup)
+
+
+@torch.no_grad()
+def _check_image_size(model: nn.Module, size: int, name: str) -> None:
+    """Images that do not fit the model are noticed here, before anything is written."""
+    default_cfg: Any = model.default_cfg
+    own = default_cfg["input_size"][-1]
+    try:
+        model(torch.zeros(1, 3, size, size))
+    except UserError as error:
+        model(torch.zeros(1, 3, own, own))  # where the model's own size fails as well, that is the error
+        raise UserError(f"{error} Set --stream.transforms.image_size; {name}'s own is {own}.") from None
+
+
+def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
+    """The classifier in the checkpoint that a run starts from."""
+    whole: Any = create_model(config.backbone, num_classes=classes, **config.backbone_options)
+    path = weights_file(MODELS.get(config.backbone)) if config.pretrained is True else Path(str(config.pretrained))
+    account = load_weights(whole, path)
+    head = whole.get_classifier()
+    if any(name.startswith(classifier_names(whole)) for name in account.missing) or not isinstance(head, nn.Linear):
+        raise UserError(
+            f"{path} has no linear classifier of {classes} classes, as the first task has: give the first task the "
+            "classes that it knows (stream.tasks), or set known_classes to false."
+        )
+    return head
+
+
+def check_stream(folder: RunFolder, parts: Parts) -> None:
+    saved, now = folder.stream(), parts.described.result()
+    # the folder's name; what follows from config.yaml and the backbone; words about images that the others do not count
+    free = ("dataset", "transforms", "skipped")
+    differing = [key for key in now if key not in free and saved.get(key) != now[key]]
+    if differing:
+        raise UserError(
+            f"The data are not those that {folder.path} was trained on (stream.json differs in {differing[0]}): "
+            "restore them, or start again with --overwrite."
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got '{name}'.")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"There is no device '{name}' here: use --device auto, or cpu.")
+    return device

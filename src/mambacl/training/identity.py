@@ -1,0 +1,30 @@
+"""Which options make two runs different: for `train`, which continues a run, and reports, which group runs by seed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mambacl.config import RunConfig
+
+EXECUTION = ("out", "device", "fast", "training.workers", "training.eval_batch_size")
+"""where and how fast a run is computed: no matter to what is computed"""
+SEEDS = ("seed", "stream.order_seed")
+"""in these, runs of one experiment differ"""
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by dotted name, as in {"training.lr": 0.001}."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say which run it is."""
+    return {key: value for key, value in flatten(config).items() if key not in EXECUTION}
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Names of the options that make two configurations different runs."""
+    a, b = defining(one.as_dict()), defining(other.as_dict())
+    return [key for key in {**a, **b} if a.get(key) != b.get(key)]

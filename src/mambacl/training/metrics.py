@@ -1,0 +1,200 @@
+"""Continual-learning metrics: per metric one entry with its function of counts and all that tables and pages say of it.
+
+`correct[t][j]` counts the test images of task j that are right after task t (j <= t); `mambacl.scenarios` says when one
+is. `total[j]` counts the test images of task j. R[t, j] = correct[t][j] / total[j]. T is the last row.
+
+Where only R is known, as from other tools, R itself with totals of one gives every metric whose `needs` is "R".
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mambacl.registry import Registry
+
+Counts = Sequence[Sequence[float]]
+Totals = Sequence[float]
+Matrix = list[list[float]]
+Function = Callable[[Counts, Totals], float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a run, as a fraction of one; tables show it in per cent."""
+
+    name: str
+    """in results.json and on the command line"""
+    title: str
+    """over a column"""
+    formula: str
+    meaning: str
+    """the formula in words"""
+    used_by: str
+    """whose definition it is"""
+    function: Function
+    better: Literal["max", "min"] | None = None
+    """which of several runs is the best"""
+    needs: Literal["R", "counts"] = "R"
+    shown: Literal["table", "page"] = "table"
+    """table: a column of every comparison; page: only in the list of all metrics on a run's page"""
+    headline: Literal["tasks", "images"] | None = None
+    """in comparisons only where accuracies are averaged over these"""
+
+    @property
+    def sentence(self) -> str:
+        """For the notes below a table."""
+        return f"{self.title}: {self.meaning}"
+
+
+METRICS: Registry[Metric] = Registry("metric", "mambacl.metrics")
+
+
+def metric(
+    title: str,
+    formula: str,
+    meaning: str,
+    used_by: str = "",
+    better: Literal["max", "min"] | None = None,
+    needs: Literal["R", "counts"] = "R",
+    shown: Literal["table", "page"] = "table",
+    headline: Literal["tasks", "images"] | None = None,
+) -> Callable[[Function], Function]:
+    """Registers a function under its own name."""
+
+    def register(function: Function) -> Function:
+        name = function.__name__
+        METRICS.add(name, Metric(name, title, formula, meaning, used_by, function, better, needs, shown, headline))
+        return function
+
+    return register
+
+
+def list_metrics() -> list[Metric]:
+    return [METRICS.get(name) for name in METRICS.names()]
+
+
+def table_metrics(headline: str) -> list[Metric]:
+    """Those that a comparison shows, where accuracies are averaged over "tasks" or "images"."""
+    return [entry for entry in list_metrics() if entry.shown == "table" and entry.headline in (None, headline)]
+
+
+def all_metrics(correct: Counts, total: Totals) -> dict[str, float]:
+    """Every metric by name; all 0 before the first task has ended."""
+    return {entry.name: entry.function(correct, total) if correct else 0.0 for entry in list_metrics()}
+
+
+# What the metrics are made of
+
+
+def accuracy_matrix(correct: Counts, total: Totals) -> Matrix:
+    """R, lower triangular; NaN for a task without test images, which no mean counts."""
+    return [[right / total[j] if total[j] else math.nan for j, right in enumerate(row)] for row in correct]
+
+
+def accuracy_over_tasks(correct: Counts, total: Totals) -> list[float]:
+    """After each task: the mean of R[t] over the tasks seen."""
+    return [mean(row) for row in accuracy_matrix(correct, total)]
+
+
+def accuracy_over_images(correct: Counts, total: Totals) -> list[float]:
+    """After each task: right images / images, over the tasks seen."""
+    images = [sum(total[: len(row)]) for row in correct]
+    return [sum(row) / count if count else math.nan for row, count in zip(correct, images, strict=True)]
+
+
+def forgetting_by_task(correct: Counts, total: Totals, with_last: bool = False) -> list[float]:
+    """Of each task before the last: its best accuracy over the rows before the last, or over all, less that of the last
+    row."""
+    R = accuracy_matrix(correct, total)
+    last = len(R) - 1
+    return [max(R[t][j] for t in range(j, last + with_last)) - R[last][j] for j in range(last)]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Without NaN. Nothing to average (one task forgets nothing) is 0; nothing but NaN is NaN."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan if values else 0.0
+
+
+# The metrics
+
+
+@metric(
+    "final accuracy", "mean_j R[T, j]", "mean over tasks of the accuracy after the last task, the paper's formula",
+    "the paper's formula; Mammoth, CODA-Prompt, L2P and DualPrompt in PyTorch", better="max", headline="tasks",
+)  # fmt: skip
+def final_accuracy_tasks(correct: Counts, total: Totals) -> float:
+    return accuracy_over_tasks(correct, total)[-1]
+
+
+@metric(
+    "final accuracy", "sum_j correct[T, j] / sum_j total[j]",
+    "right answers over all test images after the last task",
+    "the public Mamba-CL code, VPT-NSP, PILOT, PyCIL, InfLoRA", better="max", needs="counts", headline="images",
+)  # fmt: skip
+def final_accuracy_images(correct: Counts, total: Totals) -> float:
+    return accuracy_over_images(correct, total)[-1]
+
+
+@metric(
+    "forgetting", "mean_{j<T} (max_{t<T} R[t, j] - R[T, j])",
+    "best over the rows before the last, the paper's formula",
+    "the paper's formula; Continuum. May be negative", better="min",
+)  # fmt: skip
+def forgetting(correct: Counts, total: Totals) -> float:
+    return mean(forgetting_by_task(correct, total))
+
+
+@metric(
+    "forgetting (public code)", "mean_{j<T} (max_{t<=T} R[t, j] - R[T, j])",
+    "best over all rows, the last included",
+    "the public Mamba-CL code, PILOT, Mammoth. Never negative", better="min", shown="page",
+)  # fmt: skip
+def forgetting_public(correct: Counts, total: Totals) -> float:
+    return mean(forgetting_by_task(correct, total, with_last=True))
+
+
+@metric(
+    "forgetting (first to last)", "mean_{j<T} (R[j, j] - R[T, j])",
+    "accuracy just after a task less that after the last task", "Avalanche", better="min", shown="page",
+)  # fmt: skip
+def forgetting_first_to_last(correct: Counts, total: Totals) -> float:
+    return 0.0 - backward_transfer(correct, total)
+
+
+@metric(
+    "learning accuracy", "mean_j R[j, j]", "mean accuracy on each task just after it was learned",
+    "how well each task was known right after it was learned", better="max",
+)  # fmt: skip
+def learning_accuracy(correct: Counts, total: Totals) -> float:
+    return mean([row[-1] for row in accuracy_matrix(correct, total)])
+
+
+@metric(
+    "average incremental accuracy", "mean_t (sum_j correct[t, j] / sum_{j<=t} total[j])",
+    "mean over t of the accuracy over images after t",
+    "PILOT; the papers of EASE, InfLoRA, SD-LoRA", better="max", needs="counts",
+)  # fmt: skip
+def average_incremental_accuracy(correct: Counts, total: Totals) -> float:
+    return mean(accuracy_over_images(correct, total))
+
+
+@metric(
+    "average incremental accuracy (tasks)", "mean_t mean_{j<=t} R[t, j]",
+    "mean over t of the mean over tasks after t",
+    "what the paper calls mean average accuracy", better="max", shown="page",
+)  # fmt: skip
+def average_incremental_accuracy_tasks(correct: Counts, total: Totals) -> float:
+    return mean(accuracy_over_tasks(correct, total))
+
+
+@metric(
+    "backward transfer", "mean_{j<T} (R[T, j] - R[j, j])",
+    "mean over the tasks before the last of the accuracy after the last task less the accuracy just after that task",
+    "Lopez-Paz and Ranzato", better="max", shown="page",
+)  # fmt: skip
+def backward_transfer(correct: Counts, total: Totals) -> float:
+    R = accuracy_matrix(correct, total)
+    last = len(R) - 1
+    return mean([R[last][j] - R[j][j] for j in range(last)])

@@ -1,0 +1,6 @@
+"""What trains in a backbone: some of its parameters, or modules that are added to it."""
+
+from mambacl.tuning.adapters import AdapterOptions, AdapterSets
+from mambacl.tuning.base import ModelParameters, Tuning
+
+__all__ = ["AdapterOptions", "AdapterSets", "ModelParameters", "Tuning"]

@@ -1,0 +1,142 @@
+"""Bottleneck adapters beside the mixers of a fixed backbone.
+
+An adapter makes y = mixer(u) into y + scale * W_up relu(W_down u), on each token u by itself. W_up starts at zero, so
+that the model's output does not change at first. Adapters are not part of the model: hooks on its mixers call them, and
+the names of its parameters stay.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mambacl.errors import UserError
+from mambacl.nullspace.blocks import find_blocks, first_tensor, named_modules
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Options of every method with adapters."""
+
+    bottleneck: int = 16
+    """channels between W_down and W_up; 16 in the paper and in EASE's"""
+    scale: float = 0.1
+    """of what an adapter adds; fixed, as in EASE's public code"""
+
+    def __post_init__(self) -> None:
+        if self.bottleneck < 1:
+            raise UserError(f"options.bottleneck must be at least 1, got {self.bottleneck}.")
+        if not 0 < self.scale < float("inf"):
+            raise UserError(f"options.scale must be positive, or the adapters do nothing, got {self.scale}.")
+
+
+class Adapter(nn.Module):
+    def __init__(self, width: int, bottleneck: int, scale: float) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(width, bottleneck), nn.Linear(bottleneck, width)
+        self.scale = scale
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        bound = self.down.in_features**-0.5
+        self.down.weight.uniform_(-bound, bound, generator=generator)
+        for tensor in (self.down.bias, self.up.weight, self.up.bias):
+            tensor.zero_()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.scale * self.up(F.relu(self.down(tokens)))
+
+
+def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """What mixes the tokens of each block, by name, with the channels that it takes and gives.
+
+    These are the selective SSMs and, as in MambaVision, modules with the linear `qkv` of attention; blocks of
+    convolutions have none.
+    """
+    selective = {block.name for block in find_blocks(model)}
+    found = {}
+    for name, module in named_modules(model).items():
+        attends = isinstance(getattr(module, "qkv", None), nn.Linear)
+        if not attends and name not in selective:
+            continue
+        layer = module.qkv if attends else getattr(module, "in_proj", None)
+        if not isinstance(layer, nn.Linear):
+            raise UserError(
+                f"An adapter has no place at {name} ({type(module).__name__}), which has no linear in_proj to tell its "
+                "channels from: use a method without adapters."
+            )
+        found[name] = (module, layer.in_features)
+    if not found:
+        raise UserError(
+            f"An adapter has no place in {type(model).__name__}, which has no selective SSM: register a block "
+            "reader for it (docs/extending.md)."
+        )
+    return found
+
+
+class AdapterSets(nn.Module):
+    """Sets of one adapter per mixer. One at a time, or none, is part of the model's forward; the last one trains."""
+
+    def __init__(self, model: nn.Module, options: AdapterOptions) -> None:
+        super().__init__()
+        found = mixers(model)
+        self.options, self.widths = options, [width for _, width in found.values()]
+        like = next(model.parameters())
+        self.device, self.dtype = like.device, like.dtype
+        self.adapters = nn.ModuleList()  # of sets
+        self.current: int | None = None
+        self._handles = [
+            module.register_forward_hook(self._beside(place), with_kwargs=True)
+            for place, (module, _) in enumerate(found.values())
+        ]
+
+    def _beside(self, place: int) -> Any:
+        def add(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
+            if self.current is None:
+                return output
+            adapters: Any = self.adapters[self.current]
+            return output + adapters[place](first_tensor(arguments, keywords)).to(output.dtype)
+
+        return add
+
+    def __len__(self) -> int:
+        return len(self.adapters)
+
+    def add(self, seed: int) -> None:
+        """A new last set, drawn from the seed; the others are fixed from now on."""
+        generator = torch.Generator().manual_seed(seed ^ 1)  # a classifier of the same seed draws other numbers
+        adapters = nn.ModuleList(Adapter(width, self.options.bottleneck, self.options.scale) for width in self.widths)
+        for adapter in adapters:
+            assert isinstance(adapter, Adapter)
+            adapter.reset(generator)
+        self.adapters.requires_grad_(False)
+        self.adapters.append(adapters.to(self.device, self.dtype))
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        last = len(self.adapters) - 1
+        return [(f"adapters.{last}.{name}", p) for name, p in self.adapters[last].named_parameters()]
+
+    @contextmanager
+    def using(self, index: int | None) -> Iterator[None]:
+        """The model with that set, or with none; afterwards as before."""
+        before, self.current = self.current, index
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def remove(self) -> None:
+        """Takes the adapters out of the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Replaces its sets by those that the state holds."""
+        self.adapters = nn.ModuleList()
+        while f"adapters.{len(self.adapters)}.0.up.bias" in state:
+            self.add(seed=0)
+        return super().load_state_dict(state, strict, assign)

@@ -1,0 +1,137 @@
+"""The folders follow the way of the data, and nothing imports backwards. Read from the source, without importing it:
+imports inside functions and those for type checkers count as well."""
+
+import ast
+from pathlib import Path
+
+import mambacl
+
+PACKAGE = Path(mambacl.__file__).parent
+DATA = ("data", "datasets", "streams")
+
+# Each imports from itself and from those before it. A top-level module that is not named comes before all of them.
+ORDER = (
+    "ops",
+    "backbones",
+    "tuning",
+    "nullspace",
+    "classifiers",
+    "methods",
+    "datasets",
+    "streams",
+    "data",
+    "training.recipe",  # options only, which the configuration holds
+    "config",
+    "training",
+    "reports",
+    "deploy",
+    "paper",
+    "bench",
+    "mamba_ssm_compat",
+    "timm",
+    "timm_models",
+    "cli",
+    "__main__",
+    "__init__",  # the package's own: the names for users
+)
+SERVES_ANY_MODEL = ("ops", "backbones", "tuning", "nullspace", "classifiers", "mamba_ssm_compat")
+NEVER = {  # whatever the order says
+    **dict.fromkeys(SERVES_ANY_MODEL, (*DATA, "config", "training")),
+    "methods": (*DATA, "config", "training"),
+}
+KNOWN = {  # imports that close a circle, to be untied
+    ("backbones.registry", "backbones.loading"),  # create_model loads weights
+    ("methods.registry", "methods.base"),  # for the type checker only
+    ("nullspace.adapters", "nullspace.layers"),  # built-in adapters are looked up when needed
+    ("nullspace.adapters", "nullspace.selective"),
+    ("nullspace.optimizer", "nullspace.space"),  # for the type checker only
+    ("ops.kernels.scan_single", "ops.scan_tiles"),  # the size of a tile
+}
+
+
+def modules() -> dict[str, Path]:
+    """By name without the package's: "ops", "ops.scan", "config"; "__init__" is the package itself."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module names in an import, wherever it stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full.removeprefix("mambacl.") in known else str(node.module))
+    own = {full.removeprefix("mambacl.") for full in found if full.startswith("mambacl.")}
+    return {module for module in own | ({"__init__"} if "mambacl" in found else set()) if module in known} - {name}
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports_of(name, path, known) for name, path in known.items()}
+
+
+def part_of(name: str) -> str:
+    """The entry of ORDER that a module belongs to, or its own first word."""
+    return next((part for part in sorted(ORDER, key=len, reverse=True) if f"{name}.".startswith(f"{part}.")),
+                name.partition(".")[0])  # fmt: skip
+
+
+def place(name: str) -> int:
+    part = part_of(name)
+    return ORDER.index(part) if part in ORDER else -1
+
+
+def test_every_folder_has_its_place() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert len(folders) > 10 and folders <= {part.partition(".")[0] for part in ORDER}
+
+
+def test_nothing_imports_backwards() -> None:
+    found = graph()
+    assert len(found) > 80 and sum(map(len, found.values())) > 300
+    backwards = [(name, other) for name, others in found.items() for other in others if place(other) > place(name)]
+    assert not backwards, f"these import what comes after them: {backwards}"
+
+
+def test_what_serves_any_model_knows_no_data_and_no_training() -> None:
+    wrong = [
+        (name, other)
+        for name, others in graph().items()
+        for other in others
+        if any(f"{other}.".startswith(f"{part}.") for part in NEVER.get(part_of(name), ()))
+    ]
+    assert not wrong, f"these must not know each other: {wrong}"
+
+
+def test_metrics_know_only_counts() -> None:
+    assert graph()["training.metrics"] <= {"registry"}
+    assert "import torch" not in (PACKAGE / "training" / "metrics.py").read_text(encoding="utf-8")
+
+
+def test_there_is_no_circle() -> None:
+    open_imports = {name: {o for o in others if (name, o) not in KNOWN} for name, others in graph().items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"a circle of imports: {' -> '.join((*way[way.index(name) :], name))}"
+        if name not in done:
+            for other in sorted(open_imports[name]):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in sorted(open_imports):
+        visit(name, ())
+
+
+def test_what_is_known_is_still_there() -> None:
+    found = graph()
+    stale = [edge for edge in KNOWN if edge[1] not in found.get(edge[0], ())]
+    assert not stale, f"these can leave the list: {stale}"
