@@ -1,15 +1,15 @@
 """The consistency audit of a run as tables and heat maps: what moved, and how much of each update was protected."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from mambacl.nullspace.audit import QUANTITIES, shares
-from mambacl.reports.figures import BLUES, QUIET, frame, styled
+from mambacl.reports.figures import BLUES, QUIET, frame, power_of_ten, styled
 from mambacl.reports.runs import Floats
 from mambacl.reports.tables import Column, Table
 
@@ -66,25 +66,20 @@ def _column(drift: Mapping[str, Mapping[str, float]], quantity: str) -> Floats:
 def drift_map(audit: Audit) -> Figure:
     """A heat map for each quantity: a row per task, a column per block, on a logarithmic scale."""
     tasks, blocks = audit["tasks"], list(audit["tasks"][0]["drift"])
-    figure, grid = _stack(len(QUANTITIES), 0.34 * len(tasks))
-    found = {
-        quantity: np.array([[entry["drift"][block].get(quantity, np.nan) for block in blocks] for entry in tasks])
-        for quantity in QUANTITIES
-    }
-    everything = np.concatenate([values.ravel() for values in found.values()])
-    high = max(float(np.nanmax(everything, initial=RESOLUTION)), 10 * RESOLUTION)
-    low = max(float(np.nanmin(np.where(everything > 0, everything, np.nan), initial=high)), RESOLUTION)
+    found = np.array(
+        [
+            [[entry["drift"][block].get(quantity, np.nan) for block in blocks] for entry in tasks]
+            for quantity in QUANTITIES
+        ]
+    )  # (quantities, tasks, blocks)
+    high = max(float(np.nanmax(found, initial=RESOLUTION)), 10 * RESOLUTION)
+    low = max(float(np.nanmin(np.where(found > 0, found, np.nan), initial=high)), RESOLUTION)
     low = min(low, high / 10)
-    for axes, (quantity, title) in zip(grid, QUANTITIES.items(), strict=True):
-        values = np.ma.masked_invalid(np.maximum(found[quantity], low))
-        image = axes.imshow(values, cmap=BLUES, norm=LogNorm(low, high), aspect="auto", interpolation="nearest")
-        axes.set_title(title, fontsize=9.5, pad=3)
-        axes.set_yticks(range(len(tasks)), [str(entry["task"] + 1) for entry in tasks])
-        _hide_frame(axes)
-    _number_blocks(grid[-1], blocks)
+    figure = _maps(
+        np.maximum(found, low), list(QUANTITIES.values()), [str(entry["task"] + 1) for entry in tasks], blocks,
+        LogNorm(low, high), "relative change", f"What has moved by the end of task {audit['after']}",
+    )  # fmt: skip
     figure.supylabel("task whose images were kept", fontsize=9, x=0.012)
-    figure.colorbar(image, ax=grid, shrink=0.6, pad=0.02, aspect=30).set_label("relative change", fontsize=9)
-    _title(figure, f"What has moved by the end of task {audit['after']}")
     return figure
 
 
@@ -98,43 +93,37 @@ def updates_map(audit: Audit) -> Figure:
     for part in entry["parts"]:
         sums[kinds.index(part["kind"]), blocks.index(part["block"])] += np.asarray(part["moved"])
     with np.errstate(invalid="ignore"):
-        panels = {
-            "as the optimizer computed them": 100 * sums[..., 1] / sums[..., 0],
-            "as they were applied": 100 * sums[..., 3] / sums[..., 2],
-        }
-    figure, grid = _stack(2, 0.34 * len(kinds))
-    for axes, (title, values) in zip(grid, panels.items(), strict=True):
-        image = axes.imshow(np.ma.masked_invalid(values), cmap=BLUES, vmin=0, vmax=100, aspect="auto")
-        axes.set_title(title, fontsize=9.5, pad=3)
-        axes.set_yticks(range(len(kinds)), kinds)
-        _hide_frame(axes)
-    _number_blocks(grid[-1], blocks)
-    figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02, aspect=30).set_label("per cent", fontsize=9)
-    _title(figure, f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks")
-    return figure
-
-
-def _stack(rows: int, height: float) -> tuple[Figure, list[Any]]:
-    """Maps of that height above each other, with room for a title each."""
-    gap = 0.32
-    return frame(
-        8.6, 1.3 + rows * height + (rows - 1) * gap, rows, left=0.8, right=0.1, top=0.74, bottom=0.56, sharex=True,
-        hspace=gap / height,
+        found = 100 * np.stack([sums[..., 1] / sums[..., 0], sums[..., 3] / sums[..., 2]])
+    return _maps(
+        found, ["as the optimizer computed them", "as they were applied"], kinds, blocks, Normalize(0, 100), "per cent",
+        f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks",
     )  # fmt: skip
 
 
-def _title(figure: Figure, words: str) -> None:
-    figure.text(0.02, 1 - 0.14 / figure.get_figheight(), words, fontsize=11.5, fontweight="bold", va="top")
-
-
-def _hide_frame(axes: Any) -> None:
+def _maps(
+    values: Floats, titles: Sequence[str], rows: Sequence[str], blocks: Sequence[str], scale: Normalize, unit: str,
+    title: str,
+) -> Figure:  # fmt: skip
+    """Heat maps (maps, rows, blocks) above each other on one scale. They are one image, with an empty row between."""
+    step = len(rows) + 1
+    stacked = np.pad(values, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan).reshape(-1, len(blocks))[:-1]
+    height = 1.3 + 0.34 * len(stacked)
+    figure, (axes,) = frame(8.6, height, left=0.8, right=0.1, top=0.74, bottom=0.56)
+    image = axes.imshow(np.ma.masked_invalid(stacked), cmap=BLUES, norm=scale, aspect="auto", interpolation="nearest")
+    axes.set_yticks([step * i + row for i in range(len(titles)) for row in range(len(rows))], [*rows] * len(titles))
+    names = [".".join(re.findall(r"\d+", block)) or block for block in blocks]
+    every = max(1, -(-len(names) // 24))
+    axes.set_xticks(range(0, len(names), every), names[::every])
+    axes.set_xlabel("block", color=QUIET)
+    for i, words in enumerate(titles):
+        axes.text(-0.5, step * i - 0.62, words, fontsize=9.5, fontweight="bold")
     axes.grid(False)
     axes.tick_params(length=0, labelsize=8.5)
     axes.spines[["left", "bottom"]].set_visible(False)
-
-
-def _number_blocks(axes: Any, blocks: list[str]) -> None:
-    names = [".".join(re.findall(r"\d+", block)) or block for block in blocks]
-    step = max(1, -(-len(names) // 24))
-    axes.set_xticks(range(0, len(names), step), names[::step])
-    axes.set_xlabel("block", color=QUIET)
+    bar = figure.colorbar(image, ax=axes, shrink=0.7, pad=0.02, aspect=30)
+    bar.set_label(unit, fontsize=9)
+    if isinstance(scale, LogNorm):
+        bar.minorticks_off()
+        bar.ax.yaxis.set_major_formatter(lambda value, _: power_of_ten(value))
+    figure.text(0.02, 1 - 0.14 / height, title, fontsize=11.5, fontweight="bold", va="top")
+    return figure

@@ -32,6 +32,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_STYLES = ("-", "--", ":", "-.")
 INK, QUIET, FAINT = "#22272e", "#6b7480", "#d9dee4"
 BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b83bd", "#08406e"])
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DPI = 150
 LONGEST_LABEL = 60
 MAX_NUMBERED_TASKS = 12  # tasks up to which each cell or point carries its number
@@ -331,6 +332,11 @@ def shade_range(accuracies: Floats) -> tuple[float, float]:
     known = accuracies[np.isfinite(accuracies)]
     low = float(np.floor(known.min() / 10) * 10) if len(known) else 0.0
     return min(low, 90.0), 100.0
+
+
+def power_of_ten(value: float) -> str:
+    """10⁻³ for 0.001, in plain text: a formula takes matplotlib long to set."""
+    return "10" + str(round(np.log10(value))).translate(SUPERSCRIPTS)
 
 
 def label_of(group: Group) -> str:

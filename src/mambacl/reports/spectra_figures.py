@@ -9,13 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
-from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_below, styled
+from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_below, power_of_ten, styled
 from mambacl.reports.runs import Floats
 from mambacl.reports.spectra import FeatureSpectra
 
 FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
 MAX_POINTS = 240  # of a curve: a panel is no more pixels wide
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ def spectra(family: FeatureSpectra) -> Figure:
                 y = float(panel.y(value))
                 rules.append([(left - 0.03, y), (left, y)])
                 if column == 0:
-                    words = "10" + str(round(np.log10(value))).translate(SUPERSCRIPTS)
-                    write(left - 0.06, y, words, ha="right", va="center_baseline")
+                    write(left - 0.06, y, power_of_ten(value), ha="right", va="center_baseline")
         for direction in panel.directions():
             x = float(panel.x(direction))
             rules.append([(x, bottom), (x, bottom - 0.03)])
