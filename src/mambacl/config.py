@@ -84,7 +84,7 @@ class RunConfig(Options):
     """of the classifiers, the order of the images and their augmentation"""
     device: Device = "auto"
     """auto (cuda where there is one), cpu, cuda or cuda:N"""
-    precision: Literal["auto", "float32", "tf32", "bf16"] = "float32"
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     """auto is bf16 on a GPU that has it, else float32, and a run keeps what it began with; tf32 takes matrix products
     on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that leaves in float32 as tf32 does;
     the scan, A and delta stay in float32, and so does the projection"""

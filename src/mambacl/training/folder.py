@@ -104,7 +104,7 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """Checked, for a run that goes on."""
-        config = from_dict(self.options())
+        config = from_dict({"precision": "float32", **self.options()})  # the default before there was `auto`
         order = config.stream.order
         if isinstance(order, str) and order not in ORDERS and not is_file(order) and not config.stream.by_domain:
             kept = self.stream()["class_order"]  # its file is gone, but the run has the order itself
