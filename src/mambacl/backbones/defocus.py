@@ -130,7 +130,7 @@ class Mixer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         config = self.config
-        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, d) each, as everything below
+        x, z = ops.split_linear(self.in_proj, tokens)  # 1. (b, l, d) each, as everything below
         x = ops.causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)  # 2.
         dt, BC = self.x_proj(x).split([config.time_step_rank, 2 * config.state_size], dim=-1)  # 3.
         with full_precision(x):

@@ -93,7 +93,7 @@ class MambaVisionMixer(nn.Module):
         self.conv1d_z = nn.Conv1d(inner, inner, config.d_conv, groups=inner, padding="same", bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, h) each
+        x, z = ops.split_linear(self.in_proj, tokens)  # 1. (b, l, h) each
         x = ops.causal_conv_silu(x, self.conv1d_x.weight.squeeze(1), same=True)  # 2.
         z = ops.causal_conv_silu(z, self.conv1d_z.weight.squeeze(1), same=True)
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)

@@ -127,7 +127,7 @@ class Mixer(nn.Module):
         self.out_proj.weight /= math.sqrt(self.config.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, d) each
+        x, z = ops.split_linear(self.in_proj, tokens)  # 1. (b, l, d) each
         y = self.in_place(x, z) if self.unobserved() and ops.scans_by_kernel(x, self.A_log) else self.joined(x, z)
         return self.out_proj(y.to(tokens.dtype))  # 8.
 
