@@ -1,8 +1,7 @@
-"""What the null space does, as data: a `Setting` says it for each kind of parameter, and the named settings are
-values of it.
+"""Settings of the null space: a `Setting` says how each kind of parameter trains and is protected.
 
-The kinds are the paper's, W_delta, W_B, W_C, A and `out`, the linear layer after the SSM; W_dt, the second linear map
-of delta; and, where every layer is trained, `linear` and `conv`.
+The kinds are the paper's (W_delta, W_B, W_C, A and `out`, the linear layer after the SSM), W_dt, the second linear map
+of delta, and, if every layer trains, `linear` and `conv`.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ FEATURES: dict[str, str] = {
     "in": "the input of a layer; of a convolution, its windows",
 }
 MEANT_FOR = {"A": ("delta", "delta-elementwise"), "W_dt": ("dt",), "linear": ("in",), "conv": ("in",)}
-"""features of the right size, for the kinds that have not all of them to choose from"""
+"""features of the right size, for kinds that cannot use those in `FOR_X`"""
 FOR_X = ("x", "delta", "delta-x", "delta-x-per-image", "out")
 
 
@@ -114,7 +113,7 @@ class Setting(Options):
     blocks: Annotated[
         int | list[int] | None, Must("be a positive number of blocks or a list of their indices", _are_blocks)
     ] = None
-    """blocks to fine-tune: the first so many, or those listed; all if empty"""
+    """blocks to fine-tune: the first N, or a list of indices; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
     """precision in which the rank rule sees the spectrum"""
     products: Literal["float64", "float32"] = "float64"
@@ -137,7 +136,7 @@ class Setting(Options):
                 raise OptionError(f"{{group}}{kind} has no feature '{wrong}'; known: {', '.join(known)}.")
 
     def rule(self, kind: str) -> Rule:
-        """What happens to a kind, `layers` considered."""
+        """The rule for a kind, with `layers` taken into account."""
         rule: Rule = getattr(self, kind)
         if self.layers == "ssm" and kind in ("linear", "conv"):
             return dataclasses.replace(rule, trains=False)
@@ -158,7 +157,7 @@ class Setting(Options):
         return dataclasses.replace(self, others=others, **free)
 
     def override(self, **changes: Any) -> "Setting":
-        """A copy with some fields changed; a rule may be given as a mapping of its own changes."""
+        """A copy with some fields changed; a rule can be given as a mapping of changed fields."""
         return build(Setting, merge(dataclasses.asdict(self), given_rules(changes)))
 
 
@@ -166,16 +165,16 @@ KINDS = tuple(name for name, option in options_of(Setting).items() if option.kin
 
 
 def given_rules(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of a setting, in which W_dt stays fixed with layers "all" if they say that it does not train.
+    """Changes of a setting, edited so that `W_dt={"trains": False}` also holds with layers "all".
 
-    The default of W_dt does not train either, except with layers "all". What tells the two apart in a setting, and in
-    the files that hold one, is that a W_dt fixed by the user is not projected.
+    By default W_dt trains only with layers "all". A setting, and a file that holds one, marks a W_dt that the user
+    fixed by projected = False.
     """
     rule = changes.get("W_dt")
     if isinstance(rule, Rule) and not rule.trains:
         return {**changes, "W_dt": dataclasses.replace(rule, projected=False)}
     if isinstance(rule, Mapping) and "projected" not in rule:
-        trains = {"true": True, "false": False}.get(str(rule.get("trains")).lower())  # options may still be text
+        trains = {"true": True, "false": False}.get(str(rule.get("trains")).lower())  # options can still be text
         return dict(changes) if trains is None else {**changes, "W_dt": {**rule, "projected": trains}}
     return dict(changes)
 
@@ -205,7 +204,7 @@ def setting_named(name: str) -> Setting:
 
 
 def ablation(*projected: str) -> dict[str, Rule]:
-    """Overrides for a row of the paper's ablation: only these kinds are projected, all train."""
+    """Overrides for a row of the paper's ablation: all kinds train, only these are projected."""
     for kind in projected:
         if kind not in PAPER_KINDS:
             raise unknown("kind", kind, PAPER_KINDS)
