@@ -410,7 +410,7 @@ def test_wrong_images_are_refused():
         tiny()(images(2, 16, 18))
     with pytest.raises(UserError, match="2 x 2 pixels do not divide"):
         tiny()(images(2, 2))
-    with pytest.raises(UserError, match=r"takes images \(b, 3, height, width\), got .* \(2, 1, 16, 16\)"):
+    with pytest.raises(UserError, match=r"needs images \(b, 3, height, width\), got .* \(2, 1, 16, 16\)"):
         tiny()(torch.zeros(2, 1, 16, 16))
-    with pytest.raises(UserError, match="takes images"):
+    with pytest.raises(UserError, match="needs images"):
         tiny()(torch.zeros(3, 16, 16))

@@ -124,7 +124,7 @@ def test_a_method_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
         assert group == "some.group"
         return [SimpleNamespace(load=lambda: registry.add("theirs", Theirs))]
 
-    monkeypatch.setattr("mambacl.registry.entry_points", points)
+    monkeypatch.setattr("importlib.metadata.entry_points", points)
     assert registry.names() == ["theirs"] and registry.get("theirs") is Theirs
     with pytest.raises(UserError, match=r"no method 'their'\. Did you mean 'theirs'\?"):
         registry.get("their")

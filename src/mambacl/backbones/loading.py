@@ -51,7 +51,7 @@ def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor],
     foreign classes in the .pth that were made inert."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"There is no weights file {path}; pass the path of a .safetensors or .pth file.")
+        raise UserError(f"There is no weights file {path}; give the path of a .safetensors or .pth file.")
     if path.suffix == ".safetensors":
         try:
             return {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}, []
@@ -169,10 +169,10 @@ def weights_file(entry: ModelEntry) -> Path:
     if weights is not None and weights.packaged:
         return Path(str(files("mambacl.backbones") / "weights" / weights.packaged))
     if weights is None or weights.url is None:
-        raise UserError(f"There are no public weights for '{entry.name}'; pass the path of your own as pretrained.")
+        raise UserError(f"There are no public weights for '{entry.name}'; give the path of your own as pretrained.")
     path = cache_folder() / weights.url.rsplit("/", 1)[-1]
     if not path.exists():
         checksum = weights.sha256 and f"sha256:{weights.sha256}"
-        otherwise = f"get it another way and put it at {path}, or pass its path as pretrained"
+        otherwise = f"get it another way and put it at {path}, or give its path as pretrained"
         download(weights.url, path, checksum, otherwise)
     return path

@@ -41,10 +41,6 @@ class EaseOptions(AdapterOptions):
         super().__post_init__()
         if not 0 <= self.alpha < float("inf"):
             raise UserError(f"options.alpha must not be negative, got {self.alpha}.")
-        if self.others not in ("sum", "mean"):
-            raise UserError(f"options.others must be 'sum' or 'mean', got {self.others!r}.")
-        if self.mapped_by not in ("new", "later"):
-            raise UserError(f"options.mapped_by must be 'new' or 'later', got {self.mapped_by!r}.")
         if not 0 < self.cosine_scale < float("inf"):
             raise UserError(f"options.cosine_scale must be positive, got {self.cosine_scale}.")
 
