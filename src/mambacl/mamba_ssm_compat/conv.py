@@ -94,7 +94,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Ten
 
 
 def _one_token(seen: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """The output (b, d, 1) at the last of `seen`'s tokens, of which there are as many as taps."""
+    """The output (b, d, 1) at the last token; `seen` has as many tokens as the kernel has taps."""
     wide = torch.promote_types(torch.float32, seen.dtype)
     y = (seen.to(wide) * weight.to(wide)).sum(-1, keepdim=True)
     y = y if bias is None else y + bias.to(wide).unsqueeze(-1)

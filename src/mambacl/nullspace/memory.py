@@ -72,7 +72,7 @@ class CovarianceStore:
         self._numbers = itertools.count()
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of the tensor in the store, or the tensor itself if it is already there."""
+        """Returns a copy of the tensor in the store, or the tensor itself if it is already in it."""
         if not self.on_disk:
             return tensor.to(self.device)
         if self._temporary is None:

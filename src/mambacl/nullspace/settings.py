@@ -83,8 +83,8 @@ class Setting(Options):
     out: Rule = Rule(feature="out")
     """the linear layer after the SSM (projector H_out)"""
     W_dt: Rule = Rule(trains=False, feature="dt")
-    """the second linear map of delta, which the published method does not train. With layers: all it trains, unless
-    W_dt is given trains: false"""
+    """the second linear map of delta. The published method does not train it. With layers: all it trains, unless W_dt
+    has trains: false"""
     linear: Rule = Rule(feature="in")
     """the other linear layers, with layers: all"""
     conv: Rule = Rule(feature="in")
@@ -93,37 +93,38 @@ class Setting(Options):
     """ssm: the selective SSMs and the linear layer after each; all: every linear and convolution layer and W_dt too, as
     in training from scratch"""
     others: Literal["first-task", "fixed", "free"] = "first-task"
-    """norms, biases, D, freq, tokens and the like, with layers: all. first-task: trained in the first, then fixed"""
+    """norms, biases, D, freq, tokens and so on, with layers: all. first-task: trained in the first task, then fixed"""
     accumulate: Literal["sum", "batch-mean"] = "sum"
-    """plain sums over all tokens, or the mean of each batch, summed over batches and tasks"""
+    """sum: over all tokens; batch-mean: the mean of each batch, summed over batches and tasks"""
     rank: str = "corner"
     """rule for the number of null directions: corner, smoothed-corner, energy:SHARE, fraction:SHARE or
     tolerance:RELATIVE"""
     rank_over: Literal["block", "all"] = "block"
-    """block: the rule sees each spectrum by itself; all: a feature's in all blocks at once, each over its trace"""
+    """block: the rank rule is applied to each spectrum separately; all: to a feature's spectra in all blocks at once,
+    each divided by its trace"""
     scaling: Literal["none", "frobenius"] = "none"
-    """none: H = U U^T; frobenius: that divided by its Frobenius norm"""
+    """none: H = U U^T; frobenius: H divided by its Frobenius norm"""
     eta: Annotated[
         float, Must("lie between 0 (no protection) and 1 (strict projection)", lambda eta: 0 <= eta <= 1)
     ] = 0.95
     """strictness: the update is multiplied by eta H + (1 - eta) I"""
     relax: Annotated[float, Must("lie between 0 (A is fixed) and 1", lambda share: 0 <= share < 1)] = 0.0
-    """with A by delta-elementwise: the share of a channel's output by which moving A may change the scan on old inputs,
-    at most; 0 fixes A"""
+    """with A by delta-elementwise: the largest share of a channel's output by which moving A can change the scan on old
+    inputs; 0 fixes A"""
     blocks: Annotated[
         int | list[int] | None, Must("be a positive number of blocks or a list of their indices", _are_blocks)
     ] = None
     """blocks to fine-tune: the first N, or a list of indices; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
-    """precision in which the rank rule sees the spectrum"""
+    """precision of the spectrum for the rank rule"""
     products: Literal["float64", "float32"] = "float64"
-    """precision of the products within a batch; their sums are float64 always"""
+    """precision of the products within a batch; their sums are always float64"""
     storage: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """precision in which projectors are kept; models in float64 keep them so"""
+    """precision of stored projectors; float64 for models in float64"""
     covariances: Literal["device", "cpu", "disk"] = "device"
-    """where covariances are kept between tasks: on the model's device, in the machine's memory, or mapped to disk"""
+    """where covariances are stored between tasks: on the model's device, in CPU memory, or memory-mapped on disk"""
     keep_tasks: bool = False
-    """keep each task's covariances apart, so that a task can be taken back: NullSpace.forget"""
+    """store each task's covariances separately, so that a task can be removed: NullSpace.forget"""
 
     def check(self) -> None:
         parse_rank(self.rank)

@@ -171,7 +171,7 @@ def scan_single_forward(
         _rows(delta_ptr, image, channel, delta_b, delta_d, V),
     )
     z_rows, out_rows = _rows(z_ptr, image, channel, z_b, z_d, V), _rows(out_ptr, image, channel, out_b, out_d, V)
-    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads them, in the layout of its own inputs
+    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads the same row, in the layout of its inputs
     B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
     segment = tl.arange(0, S)[:, None]
     one = there & (segment == 0)  # one lane per channel
@@ -225,7 +225,7 @@ def scan_single_backward(
     SHARES: tl.constexpr = (BLOCKS + SHARE - 1) // SHARE
     share, image = tl.program_id(0) % (GROUPS * SHARES), (tl.program_id(0) // (GROUPS * SHARES)).to(tl.int64)
     group = share // SHARES
-    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads them, in the layout of its own inputs
+    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads the same row, in the layout of its inputs
     B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
     # The lanes of a block's first channel write dB, those of its second channel dC.
     number_of = tl.arange(0, CH)[None, :]

@@ -208,7 +208,7 @@ def fetch_tile(
     STEPS: tl.constexpr, ORDER: tl.constexpr, SHARED: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """Prefetches STEPS steps from `at` on of a block's channels into the L2 cache, 32 bytes at a time. The loads that
-    fit into registers cannot hide the latency of memory. FETCH: "time" or "channels", whichever is contiguous."""
+    fit into registers cannot hide the latency of memory. FETCH: "time" or "channels", the contiguous axis."""
     L, group, block, _, _ = where
     SECTOR: tl.constexpr = 256 // pointer.dtype.element_ty.primitive_bitwidth
     zero = tl.program_id(0).to(tl.int64) * 0

@@ -1,4 +1,4 @@
-"""Steps that a kernel makes of their low-rank form, and the scan that takes them."""
+"""The kernel that projects a low-rank dt to all channels, and the scan that uses it."""
 
 import pytest
 import torch
