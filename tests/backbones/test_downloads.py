@@ -97,7 +97,7 @@ def test_a_file_put_into_the_cache_by_hand_is_used(cache, network, entry):
 
 def test_a_file_with_another_checksum_is_not_kept(cache, network, entry):
     network.response = lambda: Response(b"something else")
-    with pytest.raises(UserError, match=r"is not the one expected .sha256:.*not kept; try again, or get it"):
+    with pytest.raises(UserError, match=r"is not the one expected .sha256:.*not kept; try again, or fetch it"):
         weights_file(entry[0])
     assert left(cache) == []
 
@@ -139,7 +139,7 @@ def test_a_broken_connection(cache, network, entry):
 
     size, content = entry
     network.response = lambda: Breaking(content)
-    with pytest.raises(UserError, match=r"connection reset by peer\): try again, or get it another way"):
+    with pytest.raises(UserError, match=r"connection reset by peer\): try again, or fetch it elsewhere"):
         weights_file(size)
     assert left(cache) == ["tiny.pth.part"] and (cache / "tiny.pth.part").read_bytes() == content[:4]
 

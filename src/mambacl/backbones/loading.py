@@ -173,6 +173,6 @@ def weights_file(entry: ModelEntry) -> Path:
     path = cache_folder() / weights.url.rsplit("/", 1)[-1]
     if not path.exists():
         checksum = weights.sha256 and f"sha256:{weights.sha256}"
-        otherwise = f"get it another way and put it at {path}, or give its path as pretrained"
+        otherwise = f"fetch it elsewhere and put it at {path}, or give its path as pretrained"
         download(weights.url, path, checksum, otherwise)
     return path
