@@ -424,7 +424,7 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(tiny_model, monk
         ({"depth": True}, "depth takes a whole number"),
         ({"use_rope": 1}, "use_rope takes true or false"),
         ({"mamba": {"rope_scale_factor": "4"}}, "mamba.rope_scale_factor takes a number"),
-        ({"head_type": "linear_cls"}, "neither IN1k"),
+        ({"head_type": "linear_cls"}, "must contain IN1k"),
         ({"head_type": "IN1k"}, "one pooling, cls or avg"),
         ({"head_type": "IN1k_avg"}, "set use_aux_loss to false"),
         ({"mamba": {"hidden_act": "gelu"}}, "hidden_act 'silu'"),

@@ -150,7 +150,7 @@ def test_a_new_classifier_takes_timms_second_argument_and_pools_in_one_way(nano)
     model.reset_classifier(3, None)
     model.reset_classifier(4, global_pool=None)
     assert model.num_classes == 4
-    with pytest.raises(UserError, match="pools in one way only: leave global_pool out, got 'max'"):
+    with pytest.raises(UserError, match="has only one pooling: omit global_pool, got 'max'"):
         model.reset_classifier(5, "max")
     assert model.num_classes == 4 and model.eval()(images()).shape == (2, 4)
 

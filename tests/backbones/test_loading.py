@@ -59,7 +59,7 @@ def test_model_is_preferred_and_a_key_chooses_otherwise(source, target, tmp_path
 def test_a_key_that_is_not_there_is_named_with_those_that_are(source, target, tmp_path):
     path = tmp_path / "weights.pth"
     torch.save({"network": source.state_dict(), "epoch": 3}, path)
-    with pytest.raises(UserError, match=r"holds: network, epoch\. `mambacl convert .* --key NAME` takes") as caught:
+    with pytest.raises(UserError, match=r"holds: network, epoch\. `mambacl convert .* --key NAME` reads") as caught:
         load_weights(target, path)
     typed = shlex.split(re.search(r"`mambacl (.*)`", str(caught.value))[1].replace("NAME", "network"))
     assert main([str(tmp_path / "out.safetensors") if word == "OUT.safetensors" else word for word in typed]) == 0

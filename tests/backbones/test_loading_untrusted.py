@@ -199,7 +199,7 @@ def test_the_old_format_of_pytorch_is_refused_with_the_remedy(source, target, tm
 def test_other_zip_files_are_refused(target, tmp_path):
     with zipfile.ZipFile(tmp_path / "w.pth", "w") as archive:
         archive.writestr("notes.txt", "hello")
-    with pytest.raises(UserError, match=r"holds no data\.pkl"):
+    with pytest.raises(UserError, match=r"has no data\.pkl"):
         load_weights(target, tmp_path / "w.pth")
 
 

@@ -393,8 +393,8 @@ def test_compiles_as_one_graph(height):
         ({"drop_path_rate": 1.0}, "drop_path_rate must be in [0, 1), got 1.0"),
         ({"img_size": 230}, "230 x 230 pixels do not divide into patches of 16 with stride 16"),
         ({"img_size": 8}, "do not divide into patches"),
-        ({"if_rope": True}, "Vim has if_rope False in every public model, got True"),
-        ({"bimamba_type": "v1"}, "Vim has bimamba_type 'v2' in every public model, got 'v1'"),
+        ({"if_rope": True}, "Vim supports only if_rope False, as in every public model, got True"),
+        ({"bimamba_type": "v1"}, "Vim supports only bimamba_type 'v2', as in every public model, got 'v1'"),
         ({"use_middle_cls_token": False}, "use_middle_cls_token True"),
     ],
     ids=str,
@@ -410,7 +410,7 @@ def test_wrong_images_are_refused():
         tiny()(images(2, 16, 18))
     with pytest.raises(UserError, match="2 x 2 pixels do not divide"):
         tiny()(images(2, 2))
-    with pytest.raises(UserError, match=r"takes images \(b, 3, height, width\), got .* \(2, 1, 16, 16\)"):
+    with pytest.raises(UserError, match=r"needs images \(b, 3, height, width\), got .* \(2, 1, 16, 16\)"):
         tiny()(torch.zeros(2, 1, 16, 16))
-    with pytest.raises(UserError, match="takes images"):
+    with pytest.raises(UserError, match="needs images"):
         tiny()(torch.zeros(3, 16, 16))

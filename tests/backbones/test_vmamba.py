@@ -449,14 +449,14 @@ def test_a_model_in_bfloat16_runs(name):
         ({"depth": 3}, "no option 'depth'. Did you mean 'depths'?"),
         ({"depths": 3}, "depths takes a list of whole numbers, got 3"),
         ({"depths": [2, 0, 2, 2]}, "got [2, 0, 2, 2] and 96"),
-        ({"dims": [16, 32]}, "dims be the first stage's width or list all of them"),
+        ({"dims": [16, 32]}, "dims must be the first stage's width or list all widths"),
         ({"dims": 0}, "and 0."),
         ({"dims": "wide"}, "got 'wide'."),
         ({"num_classes": -1}, "num_classes and mlp_ratio must not be negative"),
-        ({"drop_path_rate": 1.0}, "drop_path_rate from 0 to below 1"),
-        ({"forward_type": "v3"}, "takes forward_type 'v05_noz' or 'v0', got 'v3'"),
-        ({"patchembed_version": "v3"}, "takes patchembed_version 'v2' or 'v1'"),
-        ({"posembed": True}, "takes posembed False, got True"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate must be at least 0 and below 1"),
+        ({"forward_type": "v3"}, "supports only forward_type 'v05_noz' or 'v0', got 'v3'"),
+        ({"patchembed_version": "v3"}, "supports only patchembed_version 'v2' or 'v1'"),
+        ({"posembed": True}, "supports only posembed False, got True"),
         ({"ssm_dt_rank": "full"}, "positive number or 'auto', got 'full'"),
         ({"ssm_dt_rank": 0}, "ssm_dt_rank must be a positive number"),
         ({"ssm_conv": 4}, "odd kernel size"),
@@ -474,7 +474,7 @@ def test_wrong_options_are_named_with_the_remedy(options, message):
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (2, 1, 32, 32), (2, 3, 3, 32)], ids=str)
 def test_images_of_a_wrong_shape_are_refused(shape):
-    with pytest.raises(UserError, match="takes images \\(batch, 3, height, width\\) of at least 4 x 4 pixels"):
+    with pytest.raises(UserError, match="needs images \\(batch, 3, height, width\\) of at least 4 x 4 pixels"):
         create_model("vanilla_vmamba_nano")(torch.zeros(shape))
 
 

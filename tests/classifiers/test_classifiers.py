@@ -114,9 +114,9 @@ def test_a_classifier_from_elsewhere_is_taken_over() -> None:
         assert heads.widths == [4] and not any(p.requires_grad for p in heads.parameters())
     assert torch.equal(separate(features), linear(features))
     assert torch.equal(cosine.heads[0].weight, linear.weight)
-    with pytest.raises(UserError, match="takes 7 features, the model gives 8"):
+    with pytest.raises(UserError, match="takes 7 features, but the model has 8"):
         separate.take_over(nn.Linear(7, 2))
-    with pytest.raises(UserError, match="takes a linear classifier, got Identity"):
+    with pytest.raises(UserError, match="needs a linear classifier, got Identity"):
         separate.take_over(nn.Identity())
 
 
@@ -175,8 +175,8 @@ def test_bad_features_are_refused_and_change_nothing() -> None:
     for wrong in (float("nan"), float("inf"), 1e10):
         with pytest.raises(UserError, match="not finite, or the sum"):
             nearest.update(torch.tensor([[1.0, wrong]]), torch.tensor([0]))
-    with pytest.raises(UserError, match=r"update takes features \(b, 2\)"):
+    with pytest.raises(UserError, match=r"update needs features \(b, 2\)"):
         nearest.update(torch.ones(1, 3), torch.tensor([0]))
-    with pytest.raises(UserError, match="nearest-mean classifier of the same features"):
+    with pytest.raises(UserError, match="nearest-mean classifier with the same number of features"):
         nearest.merge(NearestMean(3))
     assert nearest.means().tolist() == [[1.0, 1.0]]

@@ -302,7 +302,7 @@ def test_other_activations_and_short_states_are_refused():
     x, weight = torch.zeros(b, d, L), torch.zeros(d, K)
     with pytest.raises(NotImplementedError, match="relu"):
         compat.causal_conv1d_fn(x, weight, activation="relu")
-    with pytest.raises(UserError, match="keeps 2 tokens"):
+    with pytest.raises(UserError, match="holds 2 tokens"):
         compat.causal_conv1d_update(x, torch.zeros(b, d, 2), weight)
 
 

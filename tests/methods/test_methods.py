@@ -97,7 +97,7 @@ def test_every_method_with_every_classifier(name: str, classifier: str, tiny_mod
 
 
 def test_a_method_with_an_answer_of_its_own_takes_no_classifier(tiny_model: Callable[..., nn.Module]) -> None:
-    with pytest.raises(UserError, match="'ease' answers with its prototypes"):
+    with pytest.raises(UserError, match="'ease' predicts by its prototypes"):
         METHODS.get("ease")(tiny_model(), Setup(classifier="separate"))
 
 
@@ -124,7 +124,7 @@ def test_a_method_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
         assert group == "some.group"
         return [SimpleNamespace(load=lambda: registry.add("theirs", Theirs))]
 
-    monkeypatch.setattr("mambacl.registry.entry_points", points)
+    monkeypatch.setattr("importlib.metadata.entry_points", points)
     assert registry.names() == ["theirs"] and registry.get("theirs") is Theirs
     with pytest.raises(UserError, match=r"no method 'their'\. Did you mean 'theirs'\?"):
         registry.get("their")

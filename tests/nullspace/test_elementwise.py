@@ -412,9 +412,7 @@ def test_W_delta_and_A_do_not_disturb_each_other(tiny_model):
 
 
 def test_a_number_a_head_has_no_relaxation():
-    with pytest.raises(
-        UserError, match=r"^relax does not serve blocks whose A is a number per head[^\n]*use relax 0\.$"
-    ):
+    with pytest.raises(UserError, match=r"^relax does not support an A with one number per head[^\n]*use relax 0\.$"):
         NullSpace(build("Mamba2")[0], "exact", relax=0.05)
 
 

@@ -170,7 +170,7 @@ def test_a_consolidation_that_fails_changes_nothing(tiny_model, loader, error, f
 
 def test_a_forward_that_skips_the_blocks_is_noticed(tiny_model):
     model = tiny_model()
-    with pytest.raises(UserError, match="saw no features of blocks"):
+    with pytest.raises(UserError, match="found no features of blocks"):
         NullSpace(model).consolidate([images()], forward=lambda batch: batch)
 
 

@@ -136,7 +136,7 @@ def test_a_rule_close_to_a_known_one_is_suggested():
 
 @pytest.mark.parametrize("spectrum", [np.ones((2, 2)), np.ones(0), np.array(1.0)], ids=["matrix", "empty", "scalar"])
 def test_a_spectrum_is_a_vector(spectrum):
-    with pytest.raises(UserError, match="A spectrum is a vector"):
+    with pytest.raises(UserError, match="A spectrum must be a vector"):
         null_rank(spectrum)
 
 

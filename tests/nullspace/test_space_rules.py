@@ -223,7 +223,7 @@ def test_a_head_added_later_trains_freely_and_is_named(tiny_model, caplog, other
         parameter = model.get_parameter(name)
         torch.testing.assert_close(parameter.detach(), start[name] - 0.1 * parameter.grad)
     assert torch.equal(model.blocks[0].norm.weight, start["blocks.0.norm.weight"])  # others stay
-    assert "2 parameters that it did not have when the NullSpace was built (second.weight, second.bias)" in caplog.text
+    assert "2 new parameters since the NullSpace was built (second.weight, second.bias)" in caplog.text
     assert "leave=[...]" in caplog.text
     space.consolidate([images(1, seed=1, dtype=torch.float64)])  # nobody asks the new layer for its features
 

@@ -122,7 +122,7 @@ def test_the_forward_function_and_the_precision_may_be_chosen(model):
 MISTAKES = {
     "labels": (lambda model: [batches()[0]], None, "The statistic by class needs labels"),
     "empty": (lambda model: [], None, "the loader is empty"),
-    "elsewhere": (lambda model: [batches()], lambda model: model[:2], "saw no features of feature"),
+    "elsewhere": (lambda model: [batches()], lambda model: model[:2], "found no features of feature"),
     "not a number": (lambda model: [(batches()[0] * float("nan"), batches()[1])], None, "of feature holds NaN"),
 }
 

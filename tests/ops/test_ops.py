@@ -107,7 +107,7 @@ def test_halves_of_a_linear_layer(bias: bool, frozen: bool) -> None:
     linear.requires_grad_(not frozen)
     weights = normal(2, 3, 5), normal(2, 3, 5)
     found = []
-    for first, second in (ops.halves(linear, tokens, "triton"), linear(tokens).chunk(2, dim=-1)):
+    for first, second in (ops.split_linear(linear, tokens, "triton"), linear(tokens).chunk(2, dim=-1)):
         inputs = [tokens, *([] if frozen else linear.parameters())]
         gradients = torch.autograd.grad((first * weights[0]).sum() + (second * weights[1]).sum(), inputs)
         found.append([first, second, *gradients])
@@ -120,7 +120,7 @@ def test_halves_of_a_linear_layer(bias: bool, frozen: bool) -> None:
 def test_a_layer_with_a_hook_is_called(kind: str) -> None:
     linear, seen = torch.nn.Linear(4, 4).to(DEVICE), []
     getattr(linear, f"register_{kind}_hook")(lambda *_: seen.append(1))
-    first, second = ops.halves(linear, torch.randn(1, 2, 4, device=DEVICE, requires_grad=True), "triton")
+    first, second = ops.split_linear(linear, torch.randn(1, 2, 4, device=DEVICE, requires_grad=True), "triton")
     (first + second).sum().backward()
     assert seen == [1]
 
@@ -130,11 +130,11 @@ def test_a_layer_is_called_that_somebody_changed_from_outside() -> None:
     linear, seen, tokens = torch.nn.Linear(4, 4).to(DEVICE), [], torch.randn(1, 2, 4, device=DEVICE)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))  # of every module
     try:
-        ops.halves(linear, tokens, "triton")
+        ops.split_linear(linear, tokens, "triton")
     finally:
         handle.remove()
     linear.forward = lambda given: seen.append(2) or given
-    first, second = ops.halves(linear, tokens, "triton")
+    first, second = ops.split_linear(linear, tokens, "triton")
     assert seen == [1, 2] and torch.equal(torch.cat((first, second), -1), tokens)
 
 

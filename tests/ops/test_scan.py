@@ -255,7 +255,7 @@ def test_missing_kernel_leaves_the_torch_backend(monkeypatch):
     inputs = random_inputs(b=1, d=2, l=3, n=2)
     assert [name for name in available_backends() if name != "triton"] == ["auto", "reference", "torch"]
     assert_close(selective_scan(**inputs), selective_scan(**inputs, backend="reference"), 1e-12)
-    with pytest.raises(UserError, match="reinstall mambacl where a C\\+\\+ compiler is present"):
+    with pytest.raises(UserError, match="reinstall mambacl with a C\\+\\+ compiler on the PATH"):
         selective_scan(**inputs, backend="native")
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mambacl import ops
-from mambacl.backbones.layers import PatchEmbed, RMSNorm, drop_path, refuse_other_pooling
+from mambacl.backbones.layers import PatchEmbed, RMSNorm, drop_path, refuse_other_pooling, run_blocks
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.precision import at_least_float32, full_precision
@@ -51,7 +50,7 @@ class MixerConfig:
                 raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
         if self.hidden_act != "silu" or self.use_out_norm:
             raise UserError(
-                "De-focus Mamba has hidden_act 'silu' and use_out_norm false; the public code has no other."
+                "De-focus Mamba supports only hidden_act 'silu' and use_out_norm false, like the public code."
             )
         if self.group_norm_size and self.intermediate_size % self.group_norm_size:
             raise UserError(
@@ -62,7 +61,7 @@ class MixerConfig:
 
 @dataclass(frozen=True)
 class DefocusConfig:
-    """A whole De-focus Mamba; `head_type` holds "IN1k" (linear) or "IN22k" (two layers), and "cls" or "avg"
+    """A De-focus Mamba model. `head_type` contains "IN1k" (linear) or "IN22k" (two layers), and "cls" or "avg"
     (pooling)."""
 
     img_size: int = 224
@@ -86,16 +85,14 @@ class DefocusConfig:
             raise UserError(f"num_classes must not be negative, got {self.num_classes}.")
         if self.use_rope and self.mamba.state_size % 2:
             raise UserError(
-                f"Rotary B and C need an even state_size, got {self.mamba.state_size}; or set use_rope false."
+                f"Rotary B and C need an even state_size, got {self.mamba.state_size}; or set use_rope to false."
             )
         if not any(head in self.head_type for head in ("IN1k", "IN22k")):
-            raise UserError(f"head_type '{self.head_type}' names neither IN1k (linear) nor IN22k (two layers).")
+            raise UserError(f"head_type '{self.head_type}' must contain IN1k (linear) or IN22k (two layers).")
         if ("cls" in self.head_type) == ("avg" in self.head_type):
-            raise UserError(f"head_type '{self.head_type}' must name one pooling, cls or avg.")
+            raise UserError(f"head_type '{self.head_type}' must contain one pooling, cls or avg.")
         if self.use_aux_loss and "avg" in self.head_type:
-            raise UserError(
-                "The auxiliary head goes with the class token: set use_aux_loss to false for average pooling."
-            )
+            raise UserError("The auxiliary head needs the class token: set use_aux_loss to false for average pooling.")
 
 
 class Mixer(nn.Module):
@@ -119,18 +116,19 @@ class Mixer(nn.Module):
         self.out_proj = nn.Linear(width, embed_dim, bias=config.use_bias)
 
     def reset_parameters(self) -> None:
-        """dt_proj as in Mamba: delta starts log-spaced over the channels between the smallest and the largest step."""
+        """Initialises dt_proj as in Mamba: delta is log-spaced over the channels from time_step_min to
+        time_step_max."""
         config = self.config
         scale = config.time_step_scale * config.time_step_rank**-0.5
         nn.init.uniform_(self.dt_proj.weight, -scale, scale)
         low, high = math.log(config.time_step_min), math.log(config.time_step_max)
         dt = torch.linspace(low, high, config.intermediate_size).exp().clamp(min=config.time_step_floor)
         with torch.no_grad():
-            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+            self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     def forward(self, tokens: Tensor) -> Tensor:
         config = self.config
-        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, d) each, as everything below
+        x, z = ops.split_linear(self.in_proj, tokens)  # 1. (b, l, d) each, like everything below
         x = ops.causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)  # 2.
         dt, BC = self.x_proj(x).split([config.time_step_rank, 2 * config.state_size], dim=-1)  # 3.
         with full_precision(x):
@@ -145,7 +143,7 @@ class Mixer(nn.Module):
         return self.out_proj(y)  # 9.
 
     def rotate(self, M: Tensor) -> Tensor:
-        """Rotary embedding of B and C, (b, l, m, n) of m matrices, over the states."""
+        """Rotary embedding of B and C, given as m matrices (b, l, m, n), over the states."""
         return at_least_float32(M) if self.freq is None else ops.rotate(M, self.freq, self.config.rope_scale_factor)
 
 
@@ -163,9 +161,9 @@ class Block(nn.Module):
 
 
 class DefocusMamba(nn.Module):
-    """De-focus Mamba with a head, or with none (`num_classes` = 0).
+    """De-focus Mamba with a head, or without one (`num_classes` = 0).
 
-    With the auxiliary head, the output is (b, l + 1, classes): each patch by `head2`, then the class token by `head`.
+    With the auxiliary head, the output is (b, l + 1, classes): `head2` of each patch, then `head` of the class token.
     """
 
     def __init__(self, config: DefocusConfig) -> None:
@@ -198,7 +196,7 @@ class DefocusMamba(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, Mixer):  # after its own linear layers
+        elif isinstance(module, Mixer):  # `apply` visits its linear layers first
             module.reset_parameters()
             if self.config.mamba.rescale_prenorm_residual:
                 nn.init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
@@ -213,7 +211,7 @@ class DefocusMamba(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for that many classes; 0 removes it."""
+        """Replaces the head by a new one for this many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         like = self.norm.weight
@@ -221,7 +219,7 @@ class DefocusMamba(nn.Module):
         self.head2 = self._new_head().to(like.device, like.dtype) if self.config.use_aux_loss else None
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trades time for memory: the backward computes each block again instead of keeping what it needs."""
+        """Saves memory: the backward recomputes each block instead of storing its activations."""
         self.grad_checkpointing = enable
 
     def _new_head(self) -> nn.Module:
@@ -233,18 +231,13 @@ class DefocusMamba(nn.Module):
         return nn.Sequential(nn.Linear(width, 3 * width), nn.Tanh(), nn.Linear(3 * width, self.num_classes))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """All tokens after the last norm, (b, l, c); the class token, where there is one, is the last."""
+        """All tokens after the last norm, (b, l, c); the class token, if the model has one, is the last."""
         x = self.patch_embed(self._checked(images))
         if self.pos_embed is not None:
             x = x + self.pos_embed
         if self.cls_token is not None:
             x = torch.cat((x, self.cls_token.expand(len(x), -1, -1).to(x.dtype)), dim=1)
-        for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return self.norm(x)
+        return self.norm(run_blocks(self.blocks, x, self.grad_checkpointing))
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = tokens.mean(1) if self.cls_token is None else tokens[:, -1]
@@ -260,7 +253,7 @@ class DefocusMamba(nn.Module):
     def _checked(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
             raise UserError(
-                f"De-focus Mamba takes images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}."
+                f"De-focus Mamba needs images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}."
             )
         height, width = images.shape[-2:]
         patch = self.config.patch_size * self.patch_embed.regions
@@ -268,8 +261,8 @@ class DefocusMamba(nn.Module):
             raise UserError(f"Images of {height} x {width} pixels do not divide into patches of {patch}; resize them.")
         if self.pos_embed is not None and (height, width) != (self.config.img_size, self.config.img_size):
             raise UserError(
-                f"This model has a position embedding for {self.config.img_size} pixels, the images have "
-                f"{height} x {width}: build it with img_size={height}, and its weights are interpolated."
+                f"This model has a position embedding for {self.config.img_size} pixels, but the images have "
+                f"{height} x {width}: build it with img_size={height} to interpolate its weights."
             )
         return images
 

@@ -1,4 +1,4 @@
-"""Counting a model's operations without running it: multiply-adds count as two, the scan is included."""
+"""Counts a model's operations, including the scan. A multiply-add counts as two."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-SCAN_OPERATIONS = 9  # for each token, channel and state: exp(delta A) 2, delta x B 2, the state 2, C h 2, and the sum 1
+SCAN_OPERATIONS = 9  # per token, channel and state: exp(delta A) 2, delta x B 2, the state 2, C h 2, the sum 1
 
 
 @register_flop_formula(torch.ops.mambacl.scan)
@@ -16,8 +16,8 @@ def _scan_flops(u: Any, delta: Any, A: Any, *_: Any, out_shape: Any = None, **__
 
 
 def count_flops(model: nn.Module, size: int) -> tuple[int, int]:
-    """Operations of one square image of that size, and how many of them are the scan's. The model may be on the meta
-    device. Products and convolutions are counted, elementwise operations are not."""
+    """The number of operations for one square image of this size, and those of the scan. Counts products and
+    convolutions, but no elementwise operations. The model can be on the meta device."""
     parameter = next(model.parameters())
     image = torch.empty(1, 3, size, size, device=parameter.device, dtype=parameter.dtype)
     counter = FlopCounterMode(display=False)

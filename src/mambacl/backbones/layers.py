@@ -1,15 +1,18 @@
-"""Small pieces that several backbones share."""
+"""Layers and functions that several backbones share."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mambacl import ops
 from mambacl.errors import UserError
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the norm taken in float32 or better. `before_linear`: a linear layer follows, so that under
-    autocast the output may have the type that it would be cast to."""
+    """x / rms(x) * weight, computed in float32 or better. `before_linear`: a linear layer follows, so under autocast
+    the output has the dtype that the layer would cast it to."""
 
     def __init__(self, features: int, eps: float, before_linear: bool = False) -> None:
         super().__init__()
@@ -24,24 +27,32 @@ class RMSNorm(nn.Module):
 
 
 def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
-    """Leaves out the whole branch of random images, and scales the others so that the mean stays."""
+    """Drops the branch for random images, and scales it for the others so that the mean stays the same."""
     if rate == 0.0 or not training:
         return x
     keep = x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(1 - rate)
     return x * keep / (1 - rate)
 
 
+def run_blocks(blocks: Iterable[nn.Module], x: Tensor, grad_checkpointing: bool) -> Tensor:
+    """Runs blocks in turn. With `grad_checkpointing` the backward recomputes each block, which saves memory."""
+    recompute = grad_checkpointing and torch.is_grad_enabled()
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    return x
+
+
 def refuse_other_pooling(global_pool: str | None) -> None:
-    """timm gives `reset_classifier` a pooling too; no backbone here has a choice of it."""
+    """timm also passes a pooling to `reset_classifier`; the backbones here have only one each."""
     if global_pool is not None:
-        raise UserError(f"This model pools in one way only: leave global_pool out, got {global_pool!r}.")
+        raise UserError(f"This model has only one pooling: omit global_pool, got {global_pool!r}.")
 
 
 class PatchEmbed(nn.Module):
-    """Image to tokens by a convolution whose stride is its kernel.
+    """Turns an image into tokens with a convolution whose stride equals its kernel size.
 
-    Tokens run row by row. With `regions` = r the image is cut into r x r regions that follow one another, each row by
-    row.
+    Tokens are in row order. With `regions` = r the image is cut into r x r regions; their tokens follow one another,
+    each region in row order.
     """
 
     def __init__(self, patch_size: int, embed_dim: int, regions: int = 1) -> None:

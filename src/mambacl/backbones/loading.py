@@ -1,4 +1,4 @@
-"""Weights from a file into a model, with an account of what went where."""
+"""Loads weights from a file into a model, and reports what happened to each tensor."""
 
 import os
 import zipfile
@@ -20,11 +20,11 @@ from mambacl.files import download, replacing
 
 @dataclass
 class Account:
-    """What became of each tensor of a file."""
+    """What happened to each tensor of a file."""
 
     path: Path
     loaded: list[str] = field(default_factory=list)
-    renamed: list[str] = field(default_factory=list)  # under their new names, as all but `dropped`
+    renamed: list[str] = field(default_factory=list)  # by their new names, like all lists but `dropped`
     reshaped: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # by the model's adapt_state
     missing: list[str] = field(default_factory=list)
@@ -47,8 +47,8 @@ class Account:
 
 
 def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors by name, without a leading "module.", from .safetensors or a public .pth, and the foreign classes of the
-    latter that were made inert."""
+    """Reads a .safetensors file or a public .pth. Returns the tensors by name, without a leading "module.", and the
+    foreign classes in the .pth that were made inert."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"There is no weights file {path}; give the path of a .safetensors or .pth file.")
@@ -56,7 +56,7 @@ def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor],
         try:
             return {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}, []
         except SafetensorError as error:
-            raise UserError(f"{path} is no safetensors file, or damaged ({error}): download it again.") from None
+            raise UserError(f"{path} is not a safetensors file, or is damaged ({error}): download it again.") from None
     contents, inert = read_checkpoint(path)
     stored = find_state_dict(contents, path, key)
     try:
@@ -66,7 +66,7 @@ def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor],
 
 
 def convert(source: Path, destination: Path, key: str | None = None) -> Account:
-    """A public checkpoint's weights as safetensors."""
+    """Writes the weights of a public checkpoint as safetensors."""
     if destination.suffix != ".safetensors":
         raise UserError(f"The output of convert must end in .safetensors, got {destination}.")
     tensors, inert = read_weights(source, key)
@@ -77,17 +77,17 @@ def convert(source: Path, destination: Path, key: str | None = None) -> Account:
 
 
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """What the names of a model's classifier begin with, from timm's `default_cfg["classifier"]`. These tensors may
-    differ from a file's: another number of classes, or none."""
+    """Prefixes of the names of a model's classifier, from timm's `default_cfg["classifier"]`. These tensors can differ
+    from a file's: another number of classes, or none."""
     config: Any = getattr(model, "default_cfg", {})
     modules = config.get("classifier", "head")
     return tuple(f"{name}." for name in ((modules,) if isinstance(modules, str) else modules))
 
 
 def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Account:
-    """Loads a file into a model, which may adapt its names and shapes. A backbone tensor that is missing or of another
-    shape is an error; the classifier may differ, and batch norms start counting from 0 where the file does not
-    count."""
+    """Loads a file into a model, whose `adapt_state`, if any, translates names and shapes. Raises `UserError` if a
+    backbone tensor is missing or has another shape. The classifier can differ, and batch norms count from 0 if the file
+    has no count."""
     stored, inert = read_weights(path, key)
     account, heads = Account(Path(path), inert=inert), classifier_names(model)
     own = model.state_dict()
@@ -120,8 +120,7 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
 
 
 def _account_for_adapting(account: Account, stored: dict[str, Tensor], adapted: dict[str, Tensor]) -> None:
-    """What a model's adapt_state did, seen from its result: a tensor that was only renamed or reshaped is still in the
-    same memory."""
+    """Records what a model's adapt_state did. A tensor that was only renamed or reshaped still has the same memory."""
     by_memory = {tensor.data_ptr(): name for name, tensor in stored.items()}
     sources: dict[str, str | None] = {}
     for name, tensor in adapted.items():
@@ -133,12 +132,12 @@ def _account_for_adapting(account: Account, stored: dict[str, Tensor], adapted: 
         if source is not None and adapted[name].shape != stored[source].shape:
             account.reshaped.append(name)
     used = set(sources.values())
-    if None not in used:  # else one was computed, and from which others cannot be told
+    if None not in used:  # otherwise a tensor was computed from unknown others
         account.dropped = [name for name in stored if name not in used]
 
 
 def _fitted(name: str, tensor: Tensor, wanted: Tensor) -> Tensor | None:
-    """A tensor of the file in the model's shape, where that is a matter of layout or resolution; else None."""
+    """A tensor of the file in the model's shape, if they differ only in layout or resolution; otherwise None."""
     if name == "pos_embed" and tensor.dim() == 3 and tensor.shape[-1] == wanted.shape[-1]:
         return _resized_positions(tensor, wanted.shape[1])
     if tensor.numel() != wanted.numel():
@@ -148,7 +147,7 @@ def _fitted(name: str, tensor: Tensor, wanted: Tensor) -> Tensor | None:
 
 
 def _resized_positions(positions: Tensor, count: int) -> Tensor | None:
-    """A square grid of position embeddings (1, l, c) at another resolution."""
+    """Resizes a square grid of position embeddings (1, l, c)."""
     old, new = round(positions.shape[1] ** 0.5), round(count**0.5)
     if old * old != positions.shape[1] or new * new != count:
         return None
@@ -158,14 +157,14 @@ def _resized_positions(positions: Tensor, count: int) -> Tensor | None:
 
 
 def cache_folder() -> Path:
-    """Where downloaded weights are kept: $MAMBACL_CACHE, or mambacl in the user's cache folder."""
+    """The folder for downloaded weights: $MAMBACL_CACHE, or mambacl in the user's cache folder."""
     if own := os.environ.get("MAMBACL_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mambacl"
 
 
 def weights_file(entry: ModelEntry) -> Path:
-    """The file with a size's public weights, downloaded at the first call unless it is part of the package."""
+    """The file with a model's public weights, downloaded at the first call unless it is part of the package."""
     weights = entry.weights
     if weights is not None and weights.packaged:
         return Path(str(files("mambacl.backbones") / "weights" / weights.packaged))

@@ -1,8 +1,8 @@
-"""MambaVision: two stages of convolutions, then two of windows in which Mamba mixers come before attention.
+"""MambaVision: two stages of convolutions, then two of windows, with Mamba mixers before attention.
 
 Written from a description of the model; tensor names and shapes are those of the public checkpoints. The public code
-(NVIDIA Source Code License-NC) and the public weights (CC-BY-NC-SA-4.0) are for non-commercial use only, and so is
-whatever is trained from those weights. The mixer's equations are numbered in `MambaVisionMixer.forward`.
+(NVIDIA Source Code License-NC) and the public weights (CC-BY-NC-SA-4.0) are for non-commercial use only, and so are
+models trained from those weights. The mixer's equations are numbered in `MambaVisionMixer.forward`.
 """
 
 import math
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mambacl import ops
-from mambacl.backbones.layers import drop_path, refuse_other_pooling
+from mambacl.backbones.layers import drop_path, refuse_other_pooling, run_blocks
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -27,24 +26,24 @@ PerStage = tuple[int, ...] | list[int]
 
 @dataclass(frozen=True)
 class MambaVisionConfig:
-    """A whole MambaVision; what is given per stage has four entries."""
+    """A MambaVision model; options per stage have four entries."""
 
-    dim: int = 80  # channels of the first stage; each stage has twice those of the one before
+    dim: int = 80  # channels of the first stage; each later stage has twice as many
     in_dim: int = 32  # channels between the two convolutions of the stem
     depths: PerStage = (1, 3, 8, 4)
-    window_size: PerStage = (8, 8, 14, 7)  # the first two stages have no windows and ignore theirs
-    num_heads: PerStage = (2, 4, 8, 16)  # likewise
+    window_size: PerStage = (8, 8, 14, 7)  # the first two stages ignore theirs
+    num_heads: PerStage = (2, 4, 8, 16)  # the first two stages ignore theirs
     mlp_ratio: float = 4.0
     d_state: int = 8
     d_conv: int = 3
     expand: int = 1
-    layer_scale: float = 0.0  # initial gamma_1 and gamma_2; 0 for none
-    layer_scale_conv: float | None = None  # initial gamma of the convolutional blocks; None, as in every size, for none
+    layer_scale: float = 0.0  # initial value of gamma_1 and gamma_2; 0 for none
+    layer_scale_conv: float | None = None  # initial gamma of the convolution blocks; None for none
     drop_path_rate: float = 0.0
     num_classes: int = 1000
-    resolution: int = 224  # of default_cfg; the model takes images of any size
+    resolution: int = 224  # for default_cfg; the model takes images of any size
     crop_pct: float = 1.0
-    stem_stride: int = 4  # 4 in the public sizes; 2 or 1 keep more of small images
+    stem_stride: int = 4  # 4 in the public models; 2 or 1 for small images
 
     def __post_init__(self) -> None:
         for name in ("dim", "in_dim", "d_state", "d_conv", "expand", "resolution"):
@@ -52,8 +51,8 @@ class MambaVisionConfig:
                 raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
         for name in ("depths", "window_size", "num_heads"):
             given = getattr(self, name)
-            whole = isinstance(given, (tuple, list)) and all(type(n) is int and n > 0 for n in given)
-            if not whole or len(given) != 4:
+            valid = isinstance(given, (tuple, list)) and all(type(n) is int and n > 0 for n in given)
+            if not valid or len(given) != 4:
                 raise UserError(f"{name} must be four positive whole numbers, one per stage, got {given!r}.")
             object.__setattr__(self, name, tuple(given))
         for stage in (2, 3):
@@ -76,7 +75,7 @@ class MambaVisionConfig:
 
 
 class MambaVisionMixer(nn.Module):
-    """The selective SSM of one block: half of the channels are scanned, the other half pass beside the scan."""
+    """The selective SSM of one block: half of the channels are scanned, the other half bypass the scan."""
 
     def __init__(self, width: int, config: MambaVisionConfig) -> None:
         super().__init__()
@@ -93,16 +92,16 @@ class MambaVisionMixer(nn.Module):
         self.conv1d_z = nn.Conv1d(inner, inner, config.d_conv, groups=inner, padding="same", bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, h) each
+        x, z = ops.split_linear(self.in_proj, tokens)  # 1. (b, l, h) each
         x = ops.causal_conv_silu(x, self.conv1d_x.weight.squeeze(1), same=True)  # 2.
         z = ops.causal_conv_silu(z, self.conv1d_z.weight.squeeze(1), same=True)
         projected = self.x_proj(x)  # 3. (b, l, rank + 2 n)
         dt, B, C = projected.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         with full_precision(x):
-            # The bias enters twice, as the public weights were trained.
-            steps = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias)  # 4.
+            # The public weights were trained with the bias added twice.
+            delta = at_least_float32(self.dt_proj(dt.to(self.dt_proj.weight.dtype)) + self.dt_proj.bias)  # 4.
             y, _ = ops.scan_tokens(
-                x, steps, self.A_log, B.unsqueeze(2), C.unsqueeze(2), log_A=True, softplus=True
+                x, delta, self.A_log, B.unsqueeze(2), C.unsqueeze(2), log_A=True, softplus=True
             )  # 5.
             y = torch.addcmul(y, at_least_float32(self.D), at_least_float32(x))
             y = torch.cat((y, at_least_float32(z)), dim=-1)  # 6. (b, l, 2 h); no gate
@@ -110,7 +109,7 @@ class MambaVisionMixer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention among all tokens of a window, without positions."""
+    """Multi-head attention within a window, without position embeddings."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class Mlp(nn.Module):
 
 
 class WindowBlock(nn.Module):
-    """A mixer or attention, then an MLP, on the tokens of windows (windows, l, c); drop path leaves out windows."""
+    """A mixer or attention, then an MLP, on the tokens of windows (windows, l, c); drop path drops entire windows."""
 
     def __init__(self, width: int, mixer: nn.Module, config: MambaVisionConfig, drop_path_rate: float) -> None:
         super().__init__()
@@ -200,7 +199,8 @@ class Downsample(nn.Module):
 
 
 class Level(nn.Module):
-    """A stage and the halving after it: the map (b, c, h, w) becomes (b, 2 c, h / 2, w / 2), except in the last."""
+    """A stage and its downsampling: turns the map (b, c, h, w) into (b, 2 c, h / 2, w / 2), except in the last
+    stage."""
 
     def __init__(self, stage: int, config: MambaVisionConfig, drop_path_rates: list[float]) -> None:
         super().__init__()
@@ -221,33 +221,31 @@ class Level(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
         if self.window:
-            x = F.pad(x, (0, -width % self.window, 0, -height % self.window))  # zeros, at the right and the bottom
+            x = F.pad(x, (0, -width % self.window, 0, -height % self.window))  # at the right and the bottom
             padded = x.shape
             x = to_windows(x, self.window)
-        # Computing a block again would count its batch twice in the running statistics of its batch norms.
-        again = self.grad_checkpointing and (bool(self.window) or not self.training)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        # Recomputing a block with batch norms would count its batch twice in their running statistics.
+        x = run_blocks(self.blocks, x, self.grad_checkpointing and (bool(self.window) or not self.training))
         if self.window:
             x = from_windows(x, self.window, padded)[:, :, :height, :width]
         return x if self.downsample is None else self.downsample(x)
 
 
 def to_windows(x: Tensor, window: int) -> Tensor:
-    """A map (b, c, h, w) as windows (b * windows, window * window, c), both windows and tokens row by row."""
+    """Cuts a map (b, c, h, w) into windows (b * windows, window * window, c), windows and tokens in row order."""
     x = x.unflatten(3, (-1, window)).unflatten(2, (-1, window))  # (b, c, rows, window, columns, window)
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2).contiguous()  # channels last in memory
 
 
 def from_windows(x: Tensor, window: int, shape: torch.Size) -> Tensor:
-    """The map of that shape that `to_windows` cut up."""
+    """The inverse of `to_windows`: the map of the given shape."""
     batch, channels, height, width = shape
     x = x.view(batch, height // window, width // window, window, window, channels)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(shape)
 
 
 class MambaVision(nn.Module):
-    """MambaVision with a head, or with none (`num_classes` = 0)."""
+    """MambaVision with a head, or without one (`num_classes` = 0)."""
 
     def __init__(self, config: MambaVisionConfig) -> None:
         super().__init__()
@@ -273,7 +271,7 @@ class MambaVision(nn.Module):
 
     @staticmethod
     def _initialize(module: nn.Module) -> None:
-        """Every linear layer alike, dt_proj too, unlike Mamba's; convolutions as PyTorch makes them."""
+        """All linear layers in the same way, even dt_proj, unlike Mamba; convolutions keep PyTorch's default."""
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -283,7 +281,7 @@ class MambaVision(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for that many classes; 0 removes it."""
+        """Replaces the head by a new one for this many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
@@ -291,15 +289,15 @@ class MambaVision(nn.Module):
         self.head = head.to(self.norm.weight.device, self.norm.weight.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Blocks keep only their input for the backward pass and compute the rest again there."""
+        """Saves memory: the backward recomputes each block instead of storing its activations."""
         for module in self.modules():
             if isinstance(module, Level):
                 module.grad_checkpointing = enable
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """The last map after its norm, (b, c, h, w)."""
+        """The last stage's map after the norm, (b, c, h, w)."""
         if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
-            raise UserError(f"MambaVision takes images of shape (b, 3, height, width), got {tuple(images.shape)}.")
+            raise UserError(f"MambaVision needs images of shape (b, 3, height, width), got {tuple(images.shape)}.")
         x = self.patch_embed(images)
         for level in self.levels:
             x = level(x)
@@ -313,9 +311,9 @@ class MambaVision(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A public file's tensors under this model's names. Of a pre-training file only the encoder: the rest keeps its
-        names, to be left over, and is dropped where a name is this model's own."""
-        logger.info("The public weights of MambaVision are under %s: so is what is trained from them.", LICENCE)
+        """Translates a public file's tensors to this model's names. From a pre-training file it takes the encoder;
+        other tensors keep their names, to be reported as unexpected, or are dropped if this model has the same name."""
+        logger.info("The licence of MambaVision's public weights, and of models trained from them: %s.", LICENCE)
         tensors = {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoder = {name[8:]: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
         if not encoder:

@@ -14,13 +14,13 @@ from mambacl.registry import Registry
 
 @dataclass(frozen=True)
 class PublicWeights:
-    """Where a size's weights come from: a file inside the package, or an address."""
+    """The source of a model's weights: a file in the package or a URL."""
 
     packaged: str | None = None
     url: str | None = None
     sha256: str | None = None
     licence: str = ""
-    top1: float | None = None  # per cent on ImageNet-1k, as published; of the packaged one on Tiny-ImageNet at 32 px
+    top1: float | None = None  # per cent, as published, on ImageNet-1k; the packaged one: Tiny-ImageNet at 32 px
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ModelEntry:
     name: str
     build: Callable[[Any], nn.Module]  # takes an instance of config_class
     config_class: type
-    config: Mapping[str, Any]  # what differs from the class's defaults
+    config: Mapping[str, Any]  # values that differ from the class's defaults
     weights: PublicWeights | None = None
 
 
@@ -36,18 +36,18 @@ MODELS: Registry[ModelEntry] = Registry("model", "mambacl.backbones")
 
 
 def list_models() -> list[str]:
-    """Names for `create_model`; those without a size, such as "defocus_mamba", take a whole configuration."""
+    """Names for `create_model`; those without a size, such as "defocus_mamba", take a full configuration."""
     return sorted(MODELS.names())
 
 
 def create_model(
     name: str, pretrained: bool | str | Path = False, *, num_classes: int | None = None, **config: Any
 ) -> nn.Module:
-    """A backbone by name.
+    """Creates a backbone by name.
 
-    `pretrained`: True for the public weights of that size, or the path of a checkpoint (.safetensors, or a public
-    .pth). `num_classes`: 0 for none (the output is the pooled feature). `config`: overrides by name, nested ones as a
-    mapping.
+    `pretrained`: True for the public weights of this model, or the path of a checkpoint (.safetensors or a public
+    .pth). `num_classes`: 0 for no classifier (the output is the pooled feature). `config`: overrides by name, nested
+    ones as a mapping.
     """
     entry = MODELS.get(name)
     if num_classes is not None:
@@ -58,7 +58,7 @@ def create_model(
 
 
 def load_pretrained(model: nn.Module, name: str, pretrained: bool | str | Path) -> None:
-    """The public weights of that name (True), those of a file, or none (False)."""
+    """Loads the public weights of this model (True), those of a file (a path), or none (False)."""
     from mambacl.backbones.loading import load_weights, weights_file
 
     if pretrained is not False:

@@ -1,9 +1,8 @@
-"""Reading foreign checkpoints without running anything from them.
+"""Reads untrusted checkpoints without running code from them.
 
-A .pth file is a pickle, and a pickle names functions to call. Here the only names that mean anything are those of
-tensors, ordered dictionaries and plain containers, each bound to a harmless function of this module; every other name
-becomes an inert placeholder that swallows whatever the file does with it. Tensors stay on disk until they are asked
-for.
+A .pth file is a pickle, and a pickle names functions to call. Here only the names of tensors, ordered dictionaries and
+plain containers are resolved, to harmless functions of this module. Every other name becomes an inert placeholder that
+ignores everything the file does with it. Tensors stay on disk until they are read.
 """
 
 import io
@@ -36,8 +35,7 @@ STORAGE_DTYPES = {
 
 
 class Placeholder:
-    """An instance of a class that the file names and we do not run: takes any arguments, state and items, keeps
-    none."""
+    """Stands for an object of a class that is not resolved: accepts any arguments, state and items, and keeps none."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Placeholder":
         return super().__new__(cls)
@@ -60,14 +58,14 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class _StorageType:
-    """What a name such as torch.FloatStorage stands for."""
+    """What a name such as torch.FloatStorage resolves to."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file, not read yet."""
+    """A tensor in the file that has not been read yet."""
 
     archive: Path
     record: str
@@ -81,8 +79,8 @@ class StoredTensor:
             data = bytearray(archive.read(self.record))
         if not data:
             return torch.empty(self.size, dtype=self.dtype)
-        whole = torch.frombuffer(data, dtype=self.dtype)
-        return whole.as_strided(self.size, self.stride, self.offset).clone()
+        storage = torch.frombuffer(data, dtype=self.dtype)
+        return storage.as_strided(self.size, self.stride, self.offset).clone()
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ _HARMLESS: dict[tuple[str, str], Any] = {
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Resolves names to harmless stand-ins only; `seen` lists the foreign names that became placeholders."""
+    """Resolves names only to harmless stand-ins; `seen` holds the foreign names that became placeholders."""
 
     def __init__(self, data: bytes, archive: Path, prefix: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -137,13 +135,15 @@ class InertUnpickler(pickle.Unpickler):
 
 
 def read_checkpoint(path: Path) -> tuple[Any, list[str]]:
-    """The objects of a .pth file, with `StoredTensor` for each tensor, and the foreign names that were made inert."""
+    """The objects in a .pth file, with a `StoredTensor` for each tensor, and the foreign names that were made inert."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             pickles = [name for name in names if name.split("/", 1)[-1] == "data.pkl"]
             if len(pickles) != 1:
-                raise UserError(f"{path} is a zip file but no PyTorch checkpoint: it holds no data.pkl.")
+                raise UserError(
+                    f"{path} is a zip file but not a PyTorch checkpoint: it has no data.pkl; download it again."
+                )
             prefix = pickles[0].removesuffix("data.pkl")
             if prefix + "byteorder" in names and archive.read(prefix + "byteorder") != b"little":
                 raise UserError(f"{path} was written on a big-endian machine; save it again as safetensors there.")
@@ -156,7 +156,7 @@ def read_checkpoint(path: Path) -> tuple[Any, list[str]]:
     unpickler = InertUnpickler(data, path, prefix)
     try:
         contents = unpickler.load()
-    except Exception as error:  # a malformed pickle can fail in any way; nothing of it ran
+    except Exception as error:  # a malformed pickle can fail in any way; none of its code ran
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): download it again.") from None
     return contents, sorted(unpickler.seen)
 
@@ -166,7 +166,7 @@ def is_state_dict(value: Any) -> bool:
 
 
 def find_state_dict(contents: Any, path: Path, key: str | None = None) -> dict[str, StoredTensor]:
-    """The weights among a checkpoint's contents: under `key`, or under the first usual name, or the whole of it."""
+    """The weights in a checkpoint: under `key`, or under the first usual name, or the entire contents."""
     places = [key] if key else ["model", "state_dict", "model_ema"]
     found = None
     if isinstance(contents, Mapping):
@@ -184,6 +184,6 @@ def find_state_dict(contents: Any, path: Path, key: str | None = None) -> dict[s
         wanted = " or ".join(f"'{place}'" for place in places)
         raise UserError(
             f"{path} holds no weights under {wanted}; it holds: {held}. "
-            f"`mambacl convert {shlex.quote(str(path))} OUT.safetensors --key NAME` takes those of another entry."
+            f"`mambacl convert {shlex.quote(str(path))} OUT.safetensors --key NAME` reads another entry."
         )
     return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}

@@ -1,4 +1,4 @@
-"""Vim: a vision Mamba that scans the tokens in both directions, the class token in the middle.
+"""Vim: a vision Mamba that scans the tokens in both directions, with the class token in the middle.
 
 Tensor names and shapes are those of the public checkpoints. One block is x + mixer(norm(x)); the mixer's equations are
 numbered in `Mixer.forward`.
@@ -11,18 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mambacl import ops
-from mambacl.backbones.layers import RMSNorm, drop_path, refuse_other_pooling
+from mambacl.backbones.layers import RMSNorm, drop_path, refuse_other_pooling, run_blocks
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.linear import is_plain
 from mambacl.ops.precision import at_least_float32, full_precision
 
-FIXED = {  # options of the public code that no public model sets otherwise
+FIXED = {  # options of the public code with the same value in all public models
     "rms_norm": True,
-    "final_pool_type": "mean",  # the public code never reads it: with a class token, that token is the feature
+    "final_pool_type": "mean",  # never read: with a class token, that token is the feature
     "if_abs_pos_embed": True,
     "if_rope": False,
     "if_rope_residual": False,
@@ -35,7 +34,7 @@ FIXED = {  # options of the public code that no public model sets otherwise
 
 @dataclass(frozen=True)
 class VimConfig:
-    """A whole Vim; the names are those of the public code. `img_size` sets the grid of the position embedding."""
+    """A Vim model, with the public code's names. `img_size` sets the grid of the position embedding."""
 
     img_size: int = 224
     patch_size: int = 16
@@ -50,7 +49,7 @@ class VimConfig:
     norm_epsilon: float = 1e-5
     drop_path_rate: float = 0.0
     residual_in_fp32: bool = True
-    fused_add_norm: bool = True  # how the public code computes the same
+    fused_add_norm: bool = True  # no effect here: a faster path of the public code
     rms_norm: bool = True
     final_pool_type: str = "mean"
     if_abs_pos_embed: bool = True
@@ -72,7 +71,9 @@ class VimConfig:
             raise UserError(f"drop_path_rate must be in [0, 1), got {self.drop_path_rate}.")
         for name, value in FIXED.items():
             if getattr(self, name) != value:
-                raise UserError(f"Vim has {name} {value!r} in every public model, got {getattr(self, name)!r}.")
+                raise UserError(
+                    f"Vim supports only {name} {value!r}, as in every public model, got {getattr(self, name)!r}."
+                )
         self.grid(self.img_size, self.img_size)
 
     @property
@@ -85,7 +86,7 @@ class VimConfig:
         return self.dt_rank or math.ceil(self.embed_dim / 16)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of an image, or an error where the patches leave a rest."""
+        """Rows and columns of patches in an image. Raises `UserError` if patches do not cover it exactly."""
         for side in (height, width):
             if side < self.patch_size or (side - self.patch_size) % self.stride:
                 raise UserError(
@@ -96,7 +97,7 @@ class VimConfig:
 
 
 class Mixer(nn.Module):
-    """The two selective SSMs of one block; the names of the backward one's own parameters hold "_b"."""
+    """The two selective SSMs of one block; parameter names of the backward one contain "_b"."""
 
     def __init__(self, config: VimConfig) -> None:
         super().__init__()
@@ -117,37 +118,37 @@ class Mixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As public: forward, delta starts between 0.001 and 0.1 as in Mamba; dt_proj_b starts as any linear layer."""
+        """As in the public code: the forward delta starts between 0.001 and 0.1, as in Mamba; dt_proj_b starts like any
+        linear layer."""
         scale = self.config.rank**-0.5
         nn.init.uniform_(self.dt_proj.weight, -scale, scale)
         low, high = math.log(0.001), math.log(0.1)
         dt = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp()
-        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
         nn.init.zeros_(self.dt_proj_b.bias)
         self.out_proj.weight /= math.sqrt(self.config.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, z = ops.halves(self.in_proj, tokens)  # 1. (b, l, d) each
+        x, z = ops.split_linear(self.in_proj, tokens)  # 1. (b, l, d) each
         y = self.in_place(x, z) if self.unobserved() and ops.scans_by_kernel(x, self.A_log) else self.joined(x, z)
         return self.out_proj(y.to(tokens.dtype))  # 8.
 
     def joined(self, x: Tensor, z: Tensor) -> Tensor:
-        """The backward direction flipped, and both as two groups of channels of one scan, so that a backend goes
-        through time once."""
+        """Flips the backward direction and scans both as two groups of channels, in one pass through time."""
         ahead = self.select(x, self.conv1d, self.x_proj, self.dt_proj)
         back = self.select(x.flip(1), self.conv1d_b, self.x_proj_b, self.dt_proj_b)
         with full_precision(x):
-            x, steps, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
+            x, delta, B, C = (torch.cat(pair, dim=-1) for pair in zip(ahead, back, strict=True))  # (b, l, 2 d or 2 n)
             A = torch.cat((self.A_log, self.A_b_log))
             B, C = B.unflatten(-1, (2, -1)), C.unflatten(-1, (2, -1))
-            y, _ = ops.scan_tokens(x, steps, A, B, C, log_A=True, softplus=True)  # 5.
+            y, _ = ops.scan_tokens(x, delta, A, B, C, log_A=True, softplus=True)  # 5.
             y = torch.addcmul(y, at_least_float32(torch.cat((self.D, self.D_b))), at_least_float32(x))  # 6.
             y_ahead, y_back = y.chunk(2, dim=-1)
-            # Both directions have the same gate, the backward one flipped: it is applied once, to their sum.
+            # Both directions have the same gate, so it is applied once, to their sum.
             return (y_ahead + y_back.flip(1)) / 2 * F.silu(at_least_float32(z))  # 7.
 
     def in_place(self, x: Tensor, z: Tensor, backend: str = "auto") -> Tensor:
-        """The same by kernels that go through time either way: nothing is flipped, joined or parted."""
+        """Does the same with kernels that scan in either direction, without flips or copies."""
         gated = []
         for reverse, conv, x_proj, dt_proj, A_log, D in (
             (False, self.conv1d, self.x_proj, self.dt_proj, self.A_log, self.D),
@@ -163,16 +164,16 @@ class Mixer(nn.Module):
             return torch.lerp(gated[0], gated[1], 0.5)
 
     def unobserved(self) -> bool:
-        """Whether nobody sees the order in which the backward direction's layers get their tokens."""
+        """Whether no hook or compiler sees the order in which the backward direction's layers get their tokens."""
         return not torch.compiler.is_compiling() and is_plain(self.x_proj_b) and is_plain(self.dt_proj_b)
 
     def select(self, u: Tensor, conv: nn.Conv1d, x_proj: nn.Module, dt_proj: nn.Linear) -> tuple[Tensor, ...]:
-        """What a direction's scan takes: x and its steps before the softplus (b, l, d), B and C (b, l, n)."""
+        """The inputs of one direction's scan: x and delta before the softplus (b, l, d), B and C (b, l, n)."""
         x = ops.causal_conv_silu(u, conv.weight.squeeze(1), conv.bias)  # 2.
         dt, B, C = x_proj(x).split([self.config.rank, self.config.d_state, self.config.d_state], dim=-1)  # 3.
         with full_precision(x):
-            steps = at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype)))  # 4.
-        return x, steps, B, C
+            delta = at_least_float32(dt_proj(dt.to(dt_proj.weight.dtype)))  # 4.
+        return x, delta, B, C
 
 
 class Block(nn.Module):
@@ -189,7 +190,7 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Image to tokens, row by row, by a convolution whose patches may overlap."""
+    """Turns an image into tokens in row order with a convolution, whose patches can overlap."""
 
     def __init__(self, config: VimConfig) -> None:
         super().__init__()
@@ -203,10 +204,10 @@ class PatchEmbed(nn.Module):
 
 
 class Vim(nn.Module):
-    """Vim with a head, or with none (`num_classes` = 0).
+    """Vim with a head, or without one (`num_classes` = 0).
 
-    Images may have any size that divides into patches, rectangles too: where it is not `img_size`, the position
-    embedding is interpolated to their grid in each forward, and once when a file of another size is loaded.
+    Images can have any size that divides into patches, also rectangles. For a size other than `img_size`, each forward
+    interpolates the position embedding to the images' grid. Loading a file for another size interpolates it once.
     """
 
     def __init__(self, config: VimConfig) -> None:
@@ -224,10 +225,10 @@ class Vim(nn.Module):
         }
         self.grid_size = config.grid(config.img_size, config.img_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim))
-        # One row a token, so the class token's row is in the middle too.
+        # One row per token, so the class token's row is also in the middle.
         self.pos_embed = nn.Parameter(torch.zeros(1, math.prod(self.grid_size) + 1, config.embed_dim))
         self.patch_embed = PatchEmbed(config)
-        # The public layer i drops what layer i - 1 gave it; here each drops its own, at the same rate.
+        # In the public code layer i drops the output of layer i - 1; here each drops its own, at the same rate.
         rates = [config.drop_path_rate * i / max(1, config.depth - 1) for i in range(config.depth)]
         self.layers = nn.ModuleList([Block(config, rate) for rate in rates])
         self.norm_f = RMSNorm(config.embed_dim, config.norm_epsilon)
@@ -239,7 +240,7 @@ class Vim(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for that many classes; 0 removes it."""
+        """Replaces the head by a new one for this many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         self.head: nn.Module = nn.Identity()
@@ -250,20 +251,15 @@ class Vim(nn.Module):
             self.head = linear
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trades time for memory: the backward computes each block again instead of keeping what it needs."""
+        """Saves memory: the backward recomputes each block instead of storing its activations."""
         self.grad_checkpointing = enable
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """All tokens after the last norm, (b, l + 1, c); the class token is at index l // 2 of the l patches."""
+        """All tokens after the last norm, (b, l + 1, c) for l patches; the class token is at index l // 2."""
         grid = self._checked(images)
         x = with_middle(self.patch_embed(images), self.cls_token)
         x = x + resized_positions(self.pos_embed, self.grid_size, grid)
-        for layer in self.layers:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
-        return self.norm_f(x)
+        return self.norm_f(run_blocks(self.layers, x, self.grad_checkpointing))
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = tokens[:, (tokens.shape[1] - 1) // 2]
@@ -273,30 +269,30 @@ class Vim(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A public file's tensors for this model: positions interpolated where the file is for another grid."""
+        """A public file's tensors for this model, with positions interpolated if the file has another grid."""
         stored = tensors.get("pos_embed")
         if stored is None or stored.dim() != 3 or stored.shape[1] == self.pos_embed.shape[1]:
             return tensors
         side = math.isqrt(stored.shape[1] - 1)
         if side < 1 or side * side != stored.shape[1] - 1:
-            return tensors  # not a square: the loader says that it does not fit
+            return tensors  # not a square: the loader reports that it does not fit
         return {**tensors, "pos_embed": resized_positions(stored, (side, side), self.grid_size)}
 
     def _checked(self, images: Tensor) -> tuple[int, int]:
         """The grid of patches of the images."""
         if images.dim() != 4 or images.shape[1] != 3:
-            raise UserError(f"Vim takes images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}.")
+            raise UserError(f"Vim needs images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}.")
         return self.config.grid(images.shape[2], images.shape[3])
 
 
 def with_middle(rows: Tensor, middle: Tensor) -> Tensor:
-    """Rows (b, l, c) with one more, (1, 1, c), before index l // 2."""
+    """Inserts a row (1, 1, c) into rows (b, l, c), before index l // 2."""
     half = rows.shape[1] // 2
     return torch.cat((rows[:, :half], middle.expand(len(rows), -1, -1), rows[:, half:]), dim=1)
 
 
 def resized_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Position embeddings (1, l + 1, c) of a grid of l patches for another grid: bicubic, the class row kept aside."""
+    """Interpolates position embeddings (1, l + 1, c) of a grid of l patches to another grid; keeps the class row."""
     if old == new:
         return positions
     half = old[0] * old[1] // 2

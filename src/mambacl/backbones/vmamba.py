@@ -1,8 +1,8 @@
 """VMamba: a hierarchical vision Mamba whose SSM scans the image in four directions (SS2D).
 
-Two generations: the present one ("v05_noz": an MLP in every block, no gate, one state a channel) and the first ("v0": a
-gate, 16 states, no MLP). Parameter names and shapes are those of the public checkpoints. Every feature map between two
-modules is (b, h, w, c), channels last.
+Two generations: the current one ("v05_noz": an MLP in every block, no gate, one state per channel) and the first ("v0":
+a gate, 16 states, no MLP). Parameter names and shapes are those of the public checkpoints. Feature maps between modules
+are (b, h, w, c), channels last.
 """
 
 import math
@@ -15,18 +15,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mambacl import ops
-from mambacl.backbones.layers import drop_path, refuse_other_pooling
+from mambacl.backbones.layers import drop_path, refuse_other_pooling, run_blocks
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.cross import DIRECTIONS, cross_merge, cross_scan, scan_map
 from mambacl.ops.precision import at_least_float32, full_precision
 
-ALLOWED: dict[str, tuple[object, ...]] = {  # what the public models use
+ALLOWED: dict[str, tuple[object, ...]] = {  # values that the public models use
     "forward_type": ("v05_noz", "v0"),
-    "norm_layer": ("ln2d", "ln"),  # the same norm over the channels: it is the public layout that differs
+    "norm_layer": ("ln2d", "ln"),  # both norm over the channels; only the public code's layout differs
     "patchembed_version": ("v2", "v1"),
     "downsample_version": ("v3", "v1"),
     "ssm_init": ("v0",),
@@ -42,9 +41,9 @@ ALLOWED: dict[str, tuple[object, ...]] = {  # what the public models use
 
 @dataclass(frozen=True)
 class VMambaConfig:
-    """A whole VMamba; the names are those of the public configuration files.
+    """A VMamba model, with the names of the public configuration files.
 
-    `dims`: the width of the first stage, doubled by each further one, or the width of every stage.
+    `dims`: the width of the first stage, which doubles with each stage, or a list of all widths.
     """
 
     depths: tuple[int, ...] | list[int] = (2, 2, 5, 2)
@@ -77,14 +76,14 @@ class VMambaConfig:
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
             if getattr(self, name) not in allowed:
-                listed = " or ".join(repr(value) for value in allowed)
-                raise UserError(f"VMamba takes {name} {listed}, got {getattr(self, name)!r}.")
+                values = " or ".join(repr(value) for value in allowed)
+                raise UserError(f"VMamba supports only {name} {values}, got {getattr(self, name)!r}.")
         for name in ("patch_size", "in_chans", "ssm_d_state", "imgsize"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
         if not _positive(self.depths) or not _positive(self.widths) or len(self.widths) != len(self.depths):
             raise UserError(
-                "depths must list the blocks of each stage, and dims be the first stage's width or list all of them, "
+                "depths must list the blocks per stage, and dims must be the first stage's width or list all widths, "
                 f"got {self.depths!r} and {self.dims!r}."
             )
         if self.ssm_dt_rank != "auto" and not _positive([self.ssm_dt_rank]):
@@ -92,13 +91,15 @@ class VMambaConfig:
         if self.ssm_conv < 3 or self.ssm_conv % 2 == 0:
             raise UserError(f"ssm_conv must be an odd kernel size of at least 3, got {self.ssm_conv}.")
         if self.ssm_ratio * min(self.widths) < 1:
-            raise UserError(f"ssm_ratio leaves no channel to the SSM: make it larger than {self.ssm_ratio}.")
+            raise UserError(f"ssm_ratio leaves no channel for the SSM: make it larger than {self.ssm_ratio}.")
         if self.num_classes < 0 or self.mlp_ratio < 0 or not 0 <= self.drop_path_rate < 1:
-            raise UserError("num_classes and mlp_ratio must not be negative, drop_path_rate from 0 to below 1.")
+            raise UserError(
+                "num_classes and mlp_ratio must not be negative, and drop_path_rate must be at least 0 and below 1."
+            )
         if self.patchembed_version == "v2" and (self.patch_size != 4 or self.widths[0] % 2):
             raise UserError(
                 f"The patch embedding 'v2' needs patch_size 4 and an even first width, got {self.patch_size} and "
-                f"{self.widths[0]}; choose them so, or patchembed_version 'v1'."
+                f"{self.widths[0]}; change them, or use patchembed_version 'v1'."
             )
 
     @property
@@ -108,7 +109,7 @@ class VMambaConfig:
 
 
 def _positive(values: object) -> bool:
-    """Whether this is a list of positive whole numbers, and not empty."""
+    """Whether this is a non-empty list of positive integers."""
     return isinstance(values, (tuple, list)) and bool(values) and all(type(v) is int and v > 0 for v in values)
 
 
@@ -123,9 +124,9 @@ class ChannelsLast(nn.Module):
 
 
 class SS2D(nn.Module):
-    """The selective SSM of one block, over the image in four directions that each have their own parameters.
+    """The selective SSM of one block. It scans the image in four directions, each with its own parameters.
 
-    The SSM's input x is the output of `act`, the input of `out_proj` what that layer multiplies. Both are (b, h, w, d).
+    The input x of the SSM is the output of `act`. It and the input of `out_proj` are (b, h, w, d).
     """
 
     channels_last = True  # the layout of `act`'s output and of `out_proj`'s input
@@ -151,16 +152,16 @@ class SS2D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As in Mamba: delta starts log-uniform between 0.001 and 0.1."""
+        """As in Mamba: the initial delta is log-uniform between 0.001 and 0.1."""
         inner = self.x_proj_weight.shape[-1]
         nn.init.uniform_(self.x_proj_weight, -(inner**-0.5), inner**-0.5)
         nn.init.uniform_(self.dt_projs_weight, -(self.rank**-0.5), self.rank**-0.5)
         with torch.no_grad():
             dt = self.dt_projs_bias.uniform_(math.log(0.001), math.log(0.1)).exp()
-            self.dt_projs_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+            self.dt_projs_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     def forward(self, image: Tensor) -> Tensor:
-        x = self.in_proj(image)  # (b, h, w, d) as everything below, and as much again where there is a gate
+        x = self.in_proj(image)  # (b, h, w, d) like everything below, or 2 d with a gate
         if self.gated:
             x, z = x.chunk(2, dim=-1)
         x = self.act(self.conv2d(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
@@ -172,35 +173,35 @@ class SS2D(nn.Module):
         return self.out_proj(y)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """The sum of the four scans of x, tokens copied into the order of each."""
-        u, steps, B, C = self.scan_inputs(x)
+        """The sum of the four scans of x, with the tokens copied into the order of each."""
+        u, delta, B, C = self.scan_inputs(x)
         with full_precision(x):
-            y, _ = ops.scan_tokens(u, steps, self.A_logs, B, C, log_A=True, softplus=True)  # (b, l, 4 d)
+            y, _ = ops.scan_tokens(u, delta, self.A_logs, B, C, log_A=True, softplus=True)  # (b, l, 4 d)
             y = cross_merge(y.unflatten(2, (DIRECTIONS, -1)), *x.shape[1:3])
-            # Every direction adds its own D * x, of the same x once the tokens are back in their places.
+            # Every direction adds its own D * x; with the tokens back in place, x is the same for all of them.
             D = at_least_float32(self.Ds).unflatten(0, (DIRECTIONS, -1)).sum(0)
             return torch.addcmul(y, D, at_least_float32(x))
 
     def in_place(self, x: Tensor, backend: str = "auto") -> Tensor:
-        """The same by a kernel that reads each order where the tokens lie."""
+        """Does the same with a kernel that reads the tokens of each direction in place."""
         projected = F.linear(x, self.x_proj_weight.flatten(0, 1)).unflatten(3, (DIRECTIONS, -1))
         with full_precision(x):
             dt, B, C = projected.split([self.rank, self.states, self.states], dim=-1)
             weight = self.dt_projs_weight.to(torch.promote_types(dt.dtype, self.dt_projs_weight.dtype))
-            steps = torch.einsum("bhwkr,kdr->bhwkd", dt.to(weight.dtype), weight)
-            return scan_map(x, steps, self.A_logs, B, C, self.Ds, self.dt_projs_bias.flatten(), backend)
+            delta = torch.einsum("bhwkr,kdr->bhwkd", dt.to(weight.dtype), weight)
+            return scan_map(x, delta, self.A_logs, B, C, self.Ds, self.dt_projs_bias.flatten(), backend)
 
     def scan_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From x (b, h, w, d): u and its steps before the softplus (b, l, 4 d), B and C (b, l, 4, n), each direction in
-        its own order."""
+        """From x (b, h, w, d): u and delta before the softplus (b, l, 4 d), B and C (b, l, 4, n), each direction in its
+        own order."""
         projected = F.linear(x, self.x_proj_weight.flatten(0, 1))  # (b, h, w, 4 (rank + 2 n))
         with full_precision(x):
             tokens = cross_scan(at_least_float32(projected).unflatten(3, (DIRECTIONS, -1)))
             dt, B, C = tokens.split([self.rank, self.states, self.states], dim=-1)
-            steps = torch.einsum("blkr,kdr->blkd", dt, at_least_float32(self.dt_projs_weight))
-            steps = steps + at_least_float32(self.dt_projs_bias)
+            delta = torch.einsum("blkr,kdr->blkd", dt, at_least_float32(self.dt_projs_weight))
+            delta = delta + at_least_float32(self.dt_projs_bias)
             u = cross_scan(at_least_float32(x).unsqueeze(3).expand(-1, -1, -1, DIRECTIONS, -1))
-        return u.flatten(2), steps.flatten(2), B, C
+        return u.flatten(2), delta.flatten(2), B, C
 
 
 class Block(nn.Module):
@@ -224,7 +225,7 @@ class Block(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """The first version's downsampling: the four pixels of a square side by side, normalised and projected."""
+    """The first version's downsampling: concatenates the four pixels of a square, normalises and projects them."""
 
     def __init__(self, width: int, wider: int) -> None:
         super().__init__()
@@ -232,9 +233,10 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * width, wider, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))  # zeros at the right and at the bottom
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))  # at the right and the bottom
         squares = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # (b, h / 2, 2, w / 2, 2, c)
-        return self.reduction(self.norm(squares.permute(0, 1, 3, 4, 2, 5).flatten(3)))  # down before right
+        # Of a square's pixels, the one below comes before the one to the right.
+        return self.reduction(self.norm(squares.permute(0, 1, 3, 4, 2, 5).flatten(3)))
 
 
 def _downsample(config: VMambaConfig, width: int, wider: int) -> nn.Module:
@@ -250,8 +252,8 @@ def _patch_embed(config: VMambaConfig) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(channels, width, patch, stride=patch), ChannelsLast(), nn.LayerNorm(width))
     first = nn.Conv2d(channels, width // 2, kernel_size=3, stride=2, padding=1)
     second = nn.Conv2d(width // 2, width, kernel_size=3, stride=2, padding=1)
-    halfway = (ChannelsLast(), nn.LayerNorm(width // 2), ChannelsFirst(), nn.GELU())
-    return nn.Sequential(first, *halfway, second, ChannelsLast(), nn.LayerNorm(width))
+    between = (ChannelsLast(), nn.LayerNorm(width // 2), ChannelsFirst(), nn.GELU())
+    return nn.Sequential(first, *between, second, ChannelsLast(), nn.LayerNorm(width))
 
 
 class Stage(nn.Module):
@@ -262,16 +264,11 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return self.downsample(x)
+        return self.downsample(run_blocks(self.blocks, x, self.grad_checkpointing))
 
 
 class VMamba(nn.Module):
-    """VMamba with a head, or with none (`num_classes` = 0). It takes images of any size and shape."""
+    """VMamba with a head, or without one (`num_classes` = 0). It takes images of any size and shape."""
 
     def __init__(self, config: VMambaConfig) -> None:
         super().__init__()
@@ -302,7 +299,7 @@ class VMamba(nn.Module):
         return self.classifier["head"]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for that many classes; 0 removes it."""
+        """Replaces the head by a new one for this many classes; 0 removes it."""
         refuse_other_pooling(global_pool)
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
@@ -310,13 +307,13 @@ class VMamba(nn.Module):
         self.classifier["head"] = head.apply(_initialize).to(like.device, like.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether the backward computes each block's activations again instead of keeping them."""
+        """Saves memory: the backward recomputes each block instead of storing its activations."""
         for stage in self.layers:
             assert isinstance(stage, Stage)
             stage.grad_checkpointing = enable
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """The last stage's map after the last norm, (b, h, w, c)."""
+        """The last stage's map after the norm, (b, h, w, c)."""
         x = self.patch_embed(self._checked(images))
         for stage in self.layers:
             x = stage(x)
@@ -330,7 +327,7 @@ class VMamba(nn.Module):
         return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A public file's tensors by this model's names, in its shapes; what has no place here is not changed."""
+        """Translates a public file's tensors to this model's names and shapes; tensors it lacks are not changed."""
         own = self.state_dict()
         adapted = {}
         for name, tensor in tensors.items():
@@ -344,13 +341,13 @@ class VMamba(nn.Module):
         channels, least = self.config.in_chans, 1 if self.config.patchembed_version == "v2" else self.config.patch_size
         if images.dim() != 4 or images.shape[1] != channels or min(images.shape[2:]) < least:
             raise UserError(
-                f"This model takes images (batch, {channels}, height, width) of at least {least} x {least} pixels, "
+                f"This model needs images (batch, {channels}, height, width) of at least {least} x {least} pixels, "
                 f"got {tuple(images.shape)}."
             )
         return images
 
 
-# The public code has a second file with other names, and older files have older names.
+# Names in the public code's second model file and in older checkpoints.
 RENAMED = (
     (r"\.(x_proj|dt_projs)\.weight$", r".\1_weight"),
     (r"\.downsample\.1\.", ".downsample.norm."),
@@ -364,7 +361,7 @@ RENAMED = (
 
 
 def _laid_out(tensor: Tensor, wanted: Tensor) -> Tensor:
-    """The same weights in the wanted layout: no longer a 1 x 1 convolution, the directions on a separate axis."""
+    """The same weights in the shape of `wanted`: a 1 x 1 convolution as a matrix, the directions on a separate axis."""
     if tensor.dim() == 4 and wanted.dim() < 4 and tensor.shape[2:] == (1, 1):
         tensor = tensor.flatten(1)
     if wanted.dim() == 3 and tensor.shape == wanted.flatten(0, 1).shape:
@@ -383,7 +380,7 @@ FIRST_VERSION = {"forward_type": "v0", "ssm_d_state": 16, "ssm_conv_bias": True,
 FIRST_VERSION |= {"downsample_version": "v1", "patchembed_version": "v1"}
 NANO = {"depths": (1, 2, 1), "dims": 32, "num_classes": 200, "imgsize": 32}
 PUBLIC = "https://github.com/MzeroMiko/VMamba/releases/download/%23"
-SIZES = {  # blocks of the third stage, width of the first, SSM's channels per channel, file, top-1
+SIZES = {  # depth of the third stage, width of the first, ssm_ratio, file, top-1
     "vmamba_tiny_s2l5": (5, 96, 2.0, "v2cls/vssm_tiny_0230_ckpt_epoch_262.pth", 82.5),
     "vmamba_small_s2l15": (15, 96, 2.0, "v2cls/vssm_small_0229_ckpt_epoch_222.pth", 83.6),
     "vmamba_base_s2l15": (15, 128, 2.0, "v2cls/vssm_base_0229_ckpt_epoch_237.pth", 83.9),

@@ -1,10 +1,11 @@
-"""What a classifier is: a module from features to one score per class seen so far. It knows no backbone and no method.
+"""The interface of classifiers: modules that map features to one score per class seen so far. They depend neither on
+the backbone nor on the method.
 
-There are two kinds. Heads have parameters that train with the backbone; `TaskHeads` holds one head per task. The others
-are computed from features when a task ends; while it trains, the method uses its own heads.
+Some classifiers have parameters that train with the backbone: `TaskHeads` holds one head per task. Others are computed
+from features when a task ends; during training, the method then uses heads of its default classifier.
 
-A classifier is one file in this folder, or in another package that names it in the entry point group
-`mambacl.classifiers`. It derives from `Classifier` or `TaskHeads` and calls `CLASSIFIERS.add`.
+To add a classifier, derive from `Classifier` or `TaskHeads` and call `CLASSIFIERS.add` in a new file in this folder, or
+in another package that lists it in the entry point group `mambacl.classifiers`.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +26,14 @@ class NoOptions:
 
 
 class Classifier(nn.Module, ABC):
-    """Labels count all classes from 0, in the order in which they were learned."""
+    """Labels number all classes from 0, in the order in which they were learned."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     options_class: ClassVar[type] = NoOptions
     """a dataclass; its fields are the constructor's keyword arguments after the number of features"""
     trains: ClassVar[bool]
-    """whether it has parameters that train with the backbone's; if not, `update` is given each task's features"""
+    """whether its parameters train with the backbone; if not, `update` gets each task's features when the task ends"""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -41,41 +42,41 @@ class Classifier(nn.Module, ABC):
     @property
     @abstractmethod
     def classes(self) -> int:
-        """Number of classes so far, those of the current task included."""
+        """Number of classes so far, including the current task's."""
 
     @abstractmethod
     def add_task(self, classes: int, seed: int = 0) -> None:
-        """Makes room for that many more classes. Whatever is random comes from the seed."""
+        """Adds this many classes. Random values come from the seed."""
 
     @abstractmethod
     def forward(self, features: Tensor) -> Tensor:
-        """Scores (b, classes) of features (b, d); the highest is the answer."""
+        """Scores (b, classes) of features (b, d); the highest one is the prediction."""
 
     def scores(self, features: Tensor) -> Tensor:
-        """The same in full precision under autocast, too: rounded scores tie, and ties go to the older class."""
+        """`forward` in full precision, even under autocast: rounded scores can tie, which favours older classes."""
         with full_precision(features):
             return self(at_least_float32(features))
 
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Takes in features of a finished task. Any order and any division into batches gives the same state."""
+        """Adds features of a finished task. The order and the division into batches do not affect the state."""
 
     def finish_task(self) -> None:
-        """After the last `update` of a task."""
+        """Called after the last `update` of a task."""
 
     def merge(self, other: "Classifier") -> None:
-        """Takes in what another classifier of the same kind was updated with."""
+        """Adds what another classifier of the same kind was updated with."""
         raise UserError(f"The classifier '{self.name}' is trained step by step and cannot be merged with another.")
 
     @property
     def nbytes(self) -> int:
-        """Size of the state."""
+        """Size of the state in bytes."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
 
 class TaskHeads(Classifier):
-    """One head per task, trained in its task only; scores are the logits of all heads side by side.
+    """One head per task, trained only in that task; scores are the concatenated logits of all heads.
 
-    A subclass says what a head is. A head has a `weight` with one row per class.
+    A subclass defines the head, which needs a `weight` with one row per class.
     """
 
     trains = True
@@ -97,8 +98,8 @@ class TaskHeads(Classifier):
         return sum(self.widths)
 
     def add_task(self, classes: int, seed: int = 0, warm_start: bool = False) -> None:
-        """A new last head; the others are fixed from now on. With `warm_start` it begins as a copy of the one before,
-        if that has as many classes."""
+        """Adds a head; the earlier ones are fixed from now on. With `warm_start` it starts as a copy of the previous
+        head, if that has the same number of classes."""
         head = self.new_head(classes, seed)
         if len(self.heads):
             before = self.heads[-1]
@@ -110,15 +111,15 @@ class TaskHeads(Classifier):
 
     @torch.no_grad()
     def take_over(self, classifier: nn.Module) -> None:
-        """A linear classifier that was trained elsewhere as the next head, fixed."""
+        """Adds a linear classifier that was trained elsewhere as the next head, and fixes it."""
         if not isinstance(classifier, nn.Linear):
             raise UserError(
-                f"take_over takes a linear classifier, got {type(classifier).__name__}: build the model with classes."
+                f"take_over needs a linear classifier, got {type(classifier).__name__}: build the model with classes."
             )
         if classifier.in_features != self.num_features:
             raise UserError(
-                f"The classifier takes {classifier.in_features} features, the model gives {self.num_features}: "
-                "take over the one that was trained with it."
+                f"The classifier takes {classifier.in_features} features, but the model has {self.num_features}: "
+                "use the classifier that was trained with this model."
             )
         self.add_task(classifier.out_features)
         head: Any = self.heads[-1]
@@ -128,7 +129,7 @@ class TaskHeads(Classifier):
         head.requires_grad_(False)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The current head's parameters, by their names in the state."""
+        """The parameters of the current head, by their names in the state."""
         last = len(self.heads) - 1
         return [(f"heads.{last}.{name}", parameter) for name, parameter in self.heads[last].named_parameters()]
 
@@ -141,7 +142,7 @@ class TaskHeads(Classifier):
         return torch.cat([head(features) for head in self.heads], dim=1)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Replaces its heads by those that the state holds."""
+        """Replaces the heads by those of the state."""
         self.heads = nn.ModuleList()
         while (weight := state.get(f"heads.{len(self.heads)}.weight")) is not None:
             self.add_task(len(weight))

@@ -1,4 +1,4 @@
-"""A classifier by angle: the cosine between a feature and each class's weight, times a learned scale; one per task."""
+"""One cosine head per task: the cosines between a feature and the classes' weights, times a learned scale."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from mambacl.errors import UserError
 
 
 def cosines(features: Tensor, weights: Tensor) -> Tensor:
-    """(b, classes) from features (b, d) and weights (classes, d). A row of zeros has the cosine 0 with everything."""
+    """(b, classes) from features (b, d) and weights (classes, d). A row of zeros has cosine 0 with every vector."""
     return F.linear(F.normalize(features, dim=1), F.normalize(weights, dim=1))
 
 
@@ -34,7 +34,7 @@ class CosineOptions:
     """Options of the cosine classifier."""
 
     scale: float = 1.0
-    """what each task's learned scale starts from"""
+    """initial value of each task's learned scale"""
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < float("inf"):

@@ -1,7 +1,7 @@
-"""The nearest class mean: an image belongs to the class whose mean feature is closest to its own.
+"""The nearest class mean: predicts the class whose mean feature is closest.
 
-Sums of features are kept in whole multiples of 2^-32, as integers. Integers add up to the same bits in any order, so
-batches, merged parts and resumed runs all give the same means.
+Sums of features are stored as integer multiples of 2^-32. Integer sums do not depend on the order, so batches, merged
+parts and resumed runs all give the same means.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from mambacl.classifiers.base import Classifier
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 
-UNIT = 2.0**-32  # far below the rounding of a float32 feature of usual size
-LARGEST = 2.0**62  # of a sum in units; int64 ends at 2^63
+UNIT = 2.0**-32  # far below the rounding error of typical float32 features
+LARGEST = 2.0**62  # limit of a sum in units; int64 overflows at 2^63
 
 
 class NearestMean(Classifier):
@@ -40,10 +40,10 @@ class NearestMean(Classifier):
 
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
-        """Also of classes that have not been announced, and more images of old ones."""
+        """Also accepts classes without `add_task`, and more images of old classes."""
         if features.dim() != 2 or features.shape[1] != self.num_features or labels.shape != features.shape[:1]:
             raise UserError(
-                f"update takes features (b, {self.num_features}) and labels (b,), got {tuple(features.shape)} and "
+                f"update needs features (b, {self.num_features}) and labels (b,), got {tuple(features.shape)} and "
                 f"{tuple(labels.shape)}."
             )
         if not len(labels):
@@ -59,7 +59,7 @@ class NearestMean(Classifier):
 
     def merge(self, other: Classifier) -> None:
         if not isinstance(other, NearestMean) or other.num_features != self.num_features:
-            raise UserError("Only another nearest-mean classifier of the same features can be merged.")
+            raise UserError("Only another nearest-mean classifier with the same number of features can be merged.")
         self.add_task(max(0, other.classes - self.classes))
         self.sums[: other.classes] += other.sums.to(self.sums.device)
         self.counts[: other.classes] += other.counts.to(self.sums.device)
@@ -71,13 +71,13 @@ class NearestMean(Classifier):
     def forward(self, features: Tensor) -> Tensor:
         """Negative distances; minus infinity for a class without images."""
         means = self.means().to(features.dtype)
-        # Not by products: the distance of a feature to a mean close by would be lost in their rounding.
+        # Without matrix products, whose rounding errors would swamp small distances.
         distances = torch.cdist(features, means, compute_mode="donot_use_mm_for_euclid_dist")
         return (-distances).masked_fill(self.counts == 0, -torch.inf)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes as many classes as the state holds."""
-        self.add_task(len(state["counts"]) - self.classes)  # a negative number takes classes away
+        """Changes the number of classes to that of the state."""
+        self.add_task(len(state["counts"]) - self.classes)  # a negative number removes classes
         return super().load_state_dict(state, strict, assign)
 
 

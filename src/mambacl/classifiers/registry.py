@@ -1,4 +1,4 @@
-"""The classifiers by name, each in the file of that name. Without PyTorch, so that a wrong name is refused at once."""
+"""The classifiers by name, one file each. Does not import PyTorch, so that a wrong name is rejected at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's classifier: a linear head for each task, trained in its task only, concatenated at inference."""
+"""The paper's classifier: one linear head per task, trained only in that task, concatenated at inference."""
 
 import torch
 from torch import nn

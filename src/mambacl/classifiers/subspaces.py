@@ -1,7 +1,7 @@
-"""Classes as prototypes in several feature spaces at once: the mathematics of EASE (Zhou et al., CVPR 2024).
+"""Class prototypes in several feature spaces: the mathematics of EASE (Zhou et al., CVPR 2024).
 
-`prototypes` is (classes, subspaces, d): the mean feature of a class in each subspace, or what takes its place. The
-classes are in the order in which they were learned, `widths` of them per task; task i has made subspace i.
+`prototypes` is (classes, subspaces, d): the mean feature of a class in each subspace, or an estimate of it. Classes are
+in the order in which they were learned, `widths` of them per task; task i adds subspace i.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,25 @@ from mambacl.classifiers.cosine import cosines
 
 
 def class_sums(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Sums of the features (b, d) of each class, (classes, d), and how many there are, in float64."""
-    members = F.one_hot(labels, classes).T.double()  # a product sums in the same order each time, unlike an index_add
+    """The sum of the features (b, d) of each class, (classes, d), and their number, in float64."""
+    members = F.one_hot(labels, classes).T.double()  # a product sums in the same order every time, unlike index_add
     return members @ features.double(), members.sum(1)
 
 
 def similarities(old: Tensor, new: Tensor) -> Tensor:
-    """How much each old class (o, d) is like each new one (n, d) of the same subspace: (o, n), its rows add up to 1."""
+    """The similarity of each old class (o, d) to each new one (n, d) in one subspace: (o, n), with rows that sum to
+    1."""
     return torch.softmax(cosines(old, new), dim=1)
 
 
-def mapped(old: Tensor, new: Tensor, new_there: Tensor) -> Tensor:
-    """The prototypes that old classes (o, d) would have in another subspace: those of the new classes there, (n, d), in
-    the proportions in which the old ones are like the new ones here."""
-    return similarities(old, new) @ new_there
+def mapped(old: Tensor, new: Tensor, new_in_other: Tensor) -> Tensor:
+    """Estimates the prototypes of old classes (o, d) in another subspace: the mean of the new classes' prototypes in
+    it, (n, d), weighted by the similarities between old and new classes in this one."""
+    return similarities(old, new) @ new_in_other
 
 
 def completed(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
-    """With the last subspace filled in for all classes but the last task's, which have been seen in every subspace."""
+    """Fills in the last subspace for all classes but the last task's, which have prototypes in every subspace."""
     prototypes, last = prototypes.clone(), len(widths) - 1
     new, first = prototypes[sum(widths[:last]) :], 0
     for task, width in enumerate(widths[:last]):
@@ -42,8 +43,8 @@ def completed(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def completed_by_later(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
-    """With every subspace filled in again for the classes of the tasks before its own, from all classes that have been
-    seen in it."""
+    """Fills in every subspace again for the classes of earlier tasks, from all classes that have real prototypes in
+    it."""
     prototypes, starts = prototypes.clone(), [sum(widths[:task]) for task in range(len(widths))]
     for task, width in enumerate(widths):
         first = starts[task]
@@ -55,8 +56,8 @@ def completed_by_later(prototypes: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def with_stand_ins(prototypes: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """With rows for the classes of tasks that have no prototypes yet: in their own subspace the weights (classes, d) of
-    their task's classifier. `weights` has those of every task."""
+    """Adds rows for the classes of tasks without prototypes: in their own subspace, the weights (classes, d) of their
+    task's classifier. `weights`: one per task."""
     first = sum(len(weight) for weight in weights[: prototypes.shape[1]])
     missing = [weight.detach() for weight in weights[prototypes.shape[1] :]]
     prototypes = F.pad(prototypes, (0, 0, 0, len(missing), 0, sum(len(weight) for weight in missing)))
@@ -67,8 +68,8 @@ def with_stand_ins(prototypes: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False) -> Tensor:
-    """(classes, subspaces): 1 for a class's own subspace and alpha for each other one, or, with `mean`, for all others
-    together."""
+    """(classes, subspaces): 1 for a class's own subspace and alpha for each other one; with `mean`, alpha in total for
+    all others."""
     tasks = len(widths)
     other = alpha / max(1, tasks - 1) if mean else alpha
     by_task = torch.full((tasks, tasks), other).fill_diagonal_(1.0)
@@ -76,7 +77,7 @@ def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False
 
 
 def ensemble(features: Sequence[Tensor], prototypes: Tensor, weights: Tensor) -> Tensor:
-    """Logits (b, classes): cosines in each subspace, weighted. `features` has one (b, d) per subspace."""
+    """Logits (b, classes): the weighted sum of the cosines in each subspace. `features`: one (b, d) per subspace."""
     logits = torch.zeros(len(features[0]), len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
     for k, feature in enumerate(features):
         logits = logits + weights[:, k] * cosines(feature, prototypes[:, k])

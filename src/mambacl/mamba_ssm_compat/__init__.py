@@ -1,8 +1,8 @@
-"""mambacl in the place of mamba-ssm and causal-conv1d, whose kernels need a CUDA toolchain to build: the same names,
-arguments, shapes and results, with gradients, on the CPU and on the GPU.
+"""Replacements for mamba-ssm and causal-conv1d, whose kernels need a CUDA toolchain to build: the same names,
+arguments, shapes and results, with gradients, on CPU and GPU.
 
-Importing this changes nothing. `install()` puts the functions under mamba-ssm's and causal-conv1d's import names,
-`accelerate_transformers()` has transformers' models call them.
+Importing this package has no side effects. `install()` makes the functions available under mamba-ssm's and
+causal-conv1d's import names; `accelerate_transformers()` makes transformers' models call them.
 """
 
 from mambacl.mamba_ssm_compat.block import Mamba

@@ -1,8 +1,7 @@
-"""mamba-ssm's `Mamba` module, and the options that Vim's copy of mamba-ssm adds to it: the same parameters by name and
-shape, the same state for generation.
+"""mamba-ssm's `Mamba` module, with the options that Vim's copy of mamba-ssm adds: the same parameter names and shapes,
+and the same state for generation.
 
-`use_fast_path` changes nothing: there is one path, and its parts are called as modules, so that hooks see what goes
-through them.
+`use_fast_path` has no effect. The only path calls its layers as modules, so that hooks see their inputs and outputs.
 """
 
 import math
@@ -42,8 +41,9 @@ class Mamba(nn.Module):
         if_divide_out: bool = False,
         init_layer_scale: float | None = None,
     ) -> None:
-        """`bimamba_type`: "none"; "v1", a second direction that differs in A alone; "v2", one with all its own weights,
-        halved with the first where `if_divide_out`. `init_layer_scale`: where gamma, a factor per channel, starts."""
+        """`bimamba_type`: "none"; "v1", a second direction that differs only in A; "v2", a second direction with
+        separate weights. `if_divide_out`: with "v2", use the mean of both directions, not the sum. `init_layer_scale`:
+        initial value of gamma, a factor per channel."""
         super().__init__()
         if dt_init not in ("random", "constant"):
             raise UserError(f"dt_init must be 'random' or 'constant', got {dt_init!r}.")
@@ -57,10 +57,10 @@ class Mamba(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         if init_layer_scale is not None:
             self.gamma = nn.Parameter(torch.full((d_model,), float(init_layer_scale), device=device))
-        # In mamba-ssm's order, so that one seed gives the same weights and an optimizer's state fits.
+        # In mamba-ssm's order, so that a seed gives the same weights and an optimizer's state fits.
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias, **place)
         self.conv1d, self.x_proj, self.dt_proj = self._layers(conv_bias, place)
-        self._initialize_steps(dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
+        self._initialize_dt(dt_min, dt_max, dt_init, dt_scale, dt_init_floor)
         self.A_log, self.D = self._constants(device)
         if bimamba_type == "v1":
             self.A_b_log, _ = self._constants(device)
@@ -79,31 +79,31 @@ class Mamba(nn.Module):
         return conv, x_proj, nn.Linear(self.dt_rank, inner, **place)
 
     def _constants(self, device: torch.device | str | None) -> tuple[nn.Parameter, nn.Parameter]:
-        """A_log and D of one direction, in float32 whatever the rest has, and out of reach of weight decay."""
+        """A_log and D of one direction, always in float32 and without weight decay."""
         rates = torch.arange(1, self.d_state + 1, dtype=torch.float32, device=device)
         found = nn.Parameter(rates.log().repeat(self.d_inner, 1)), nn.Parameter(torch.ones(self.d_inner, device=device))
         for parameter in found:
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]  # optimizers of public code look for it
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]  # read by public code's optimizers
         return found
 
     @torch.no_grad()
-    def _initialize_steps(self, low: float, high: float, kind: str, scale: float, floor: float) -> None:
-        """Steps softplus(bias) between `low` and `high`, evenly spread in their logarithm; the second direction keeps
-        PyTorch's own start, as in Vim."""
+    def _initialize_dt(self, low: float, high: float, kind: str, scale: float, floor: float) -> None:
+        """Initialises dt_proj so that softplus(bias) is log-uniform between `low` and `high`. The second direction
+        keeps PyTorch's default, as in Vim."""
         spread = self.dt_rank**-0.5 * scale
         if kind == "constant":
             self.dt_proj.weight.fill_(spread)
         else:
             self.dt_proj.weight.uniform_(-spread, spread)
         bias = self.dt_proj.bias
-        steps = torch.rand(bias.shape, device=bias.device, dtype=bias.dtype) * (math.log(high) - math.log(low))
-        steps = (steps + math.log(low)).exp().clamp(min=floor)
-        bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus turned around
-        bias._no_reinit = True  # type: ignore[attr-defined]  # models that zero their biases leave it
+        dt = torch.rand(bias.shape, device=bias.device, dtype=bias.dtype) * (math.log(high) - math.log(low))
+        dt = (dt + math.log(low)).exp().clamp(min=floor)
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        bias._no_reinit = True  # type: ignore[attr-defined]  # models that zero their biases skip it
 
     def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:
-        """Tokens (b, l, e) to tokens. With `inference_params` (mamba-ssm's, or any object with `key_value_memory_dict`
-        and `seqlen_offset`) the state after the last token is kept there, and later tokens go on from it."""
+        """Maps tokens (b, l, e) to tokens. `inference_params` (mamba-ssm's, or any object with `key_value_memory_dict`
+        and `seqlen_offset`) stores the state after the last token; later calls continue from it."""
         states = None
         if inference_params is not None:
             states = self._get_states_from_cache(inference_params, len(hidden_states))
@@ -124,10 +124,11 @@ class Mamba(nn.Module):
     def _direction(
         self, x: Tensor, z: Tensor, suffix: str, A_log: str, states: States | None = None, second: str = ""
     ) -> Tensor:
-        """One direction from x and the gate, (b, d, l); `second` names the A of a way back over the same tokens."""
+        """One direction, from x and the gate, (b, d, l). `second`: name of the A of a backward scan over the same
+        tokens."""
         conv, dt_proj = getattr(self, f"conv1d{suffix}"), getattr(self, f"dt_proj{suffix}")
         if states is not None:
-            states[0].copy_(F.pad(x, (self.d_conv - x.shape[-1], 0)))  # the last inputs; zeros before a short sequence
+            states[0].copy_(F.pad(x, (self.d_conv - x.shape[-1], 0)))  # the last inputs, padded with zeros in front
         x = causal_conv1d_fn(x, conv.weight.squeeze(1), conv.bias, activation="silu")  # type: ignore[assignment]
         projected = getattr(self, f"x_proj{suffix}")(x.mT)  # (b, l, rank + 2 n)
         dt, B, C = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
@@ -148,11 +149,13 @@ class Mamba(nn.Module):
         return y
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token, (b, 1, e), from the states, which are updated in place and returned too."""
+        """One token (b, 1, e) from the states, which are updated in place and also returned."""
         if hidden_states.shape[1] != 1:
-            raise UserError(f"A step takes one token, got {hidden_states.shape[1]}: call it once per token.")
+            raise UserError(f"step takes one token, got {hidden_states.shape[1]}: call it once per token.")
         if self.bimamba_type != "none":
-            raise UserError("A block that also scans backwards needs all tokens at once: call it instead of its step.")
+            raise UserError(
+                "A block that also scans backwards needs all tokens at once: call the block itself, not its step."
+            )
         x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)  # (b, d) each
         x = causal_conv1d_update(x, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
         dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
@@ -172,7 +175,7 @@ class Mamba(nn.Module):
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int, initialize_states: bool = False) -> States:
         if self.layer_idx is None:
-            raise UserError("Give each Mamba a layer_idx: its state is kept under it.")
+            raise UserError("Give each Mamba a layer_idx: its state is stored under it.")
         kept = inference_params.key_value_memory_dict
         if self.layer_idx not in kept:
             kept[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)

@@ -1,4 +1,4 @@
-"""The few names of `mamba_ssm.utils` that public model files import."""
+"""The names of `mamba_ssm.utils` that public model files import."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from mambacl.errors import UserError
 
 @dataclass
 class InferenceParams:
-    """What a model carries from token to token: each block's states under its layer_idx."""
+    """A model's state between tokens: each block's states by its layer_idx."""
 
     max_seqlen: int
     max_batch_size: int
@@ -29,24 +29,24 @@ class InferenceParams:
 
 
 class GenerationMixin:
-    """A base class in public files. Sampling text is left to transformers."""
+    """A base class that public files use. It does not generate text; transformers does."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError(
-            "mambacl does not sample text: use transformers' MambaForCausalLM and accelerate_transformers()."
+            "mambacl does not generate text: use transformers' MambaForCausalLM and accelerate_transformers()."
         )
 
 
 def load_config_hf(model_name: str) -> dict[str, Any]:
-    """config.json of a folder, or of a repository of the Hugging Face hub."""
+    """Reads config.json from a folder or a repository on the Hugging Face hub."""
     return json.loads(_file(model_name, "config.json").read_text(encoding="utf-8"))
 
 
 def load_state_dict_hf(
     model_name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """pytorch_model.bin of a folder, or of a repository of the Hugging Face hub; nothing in it is run."""
-    location = "cpu" if dtype is not None else device  # converted before it takes room on the device
+    """Reads pytorch_model.bin from a folder or a repository on the Hugging Face hub, without running code in it."""
+    location = "cpu" if dtype is not None else device  # convert before moving to the device
     tensors = torch.load(_file(model_name, "pytorch_model.bin"), map_location=location, weights_only=True)
     return {name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in tensors.items()}
 
@@ -57,5 +57,7 @@ def _file(model_name: str, name: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise UserError(f"'{model_name}' is no folder; to fetch it, pip install huggingface_hub.") from None
+        raise UserError(
+            f"'{model_name}' is not a folder; to download it from the hub, pip install huggingface_hub."
+        ) from None
     return Path(hf_hub_download(model_name, name))

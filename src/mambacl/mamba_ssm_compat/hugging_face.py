@@ -1,7 +1,7 @@
-"""transformers' Mamba, FalconMamba, Jamba and their like on mambacl's functions, on the CPU and on the GPU.
+"""Makes transformers' Mamba, FalconMamba, Jamba and similar models use mambacl's functions, on CPU and GPU.
 
-Since 5.15 the modeling files of transformers call five functions by name from their own module, each of which is
-mamba-ssm's where that is installed and a slow loop elsewhere. `accelerate_transformers` puts mambacl's there.
+Since 5.15 the modeling files of transformers call five functions of their own module by name. Each is mamba-ssm's if
+that is installed, and a slow loop otherwise. `accelerate_transformers` replaces them by mambacl's.
 """
 
 import functools
@@ -20,7 +20,7 @@ from mambacl.mamba_ssm_compat.conv import causal_conv1d_fn, causal_conv1d_update
 from mambacl.mamba_ssm_compat.scan import selective_scan_fn, selective_state_update
 
 TESTED = "5.15 to 5.22"
-FAMILIES = ("mamba", "falcon_mamba", "jamba")
+ARCHITECTURES = ("mamba", "falcon_mamba", "jamba")
 _SCAN = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state")
 _STEP = ("state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z")
 _CONV = ("hidden_states", "weight", "bias", "activation")
@@ -28,13 +28,13 @@ _CONV_STEP = ("hidden_states", "conv_state", "weight", "bias", "activation")
 
 
 def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
-    """Has transformers' models call mambacl's scan and convolution; returns the modules of transformers changed.
+    """Makes transformers' models call mambacl's scan and convolution. Returns the names of the changed modules.
 
-    With a model, the modules that its blocks come from, else those of Mamba, FalconMamba and Jamba; models made before
-    are served too. A second call changes nothing; `restore_transformers()` undoes it.
+    With a model, changes the modules that define its blocks; otherwise those of Mamba, FalconMamba and Jamba. This also
+    affects existing models. A second call has no effect; `restore_transformers()` undoes it.
     """
-    modules = _modules_of_families() if model is None else _modules_of(model)
-    for module in modules:  # all are looked at before the first is changed
+    modules = _default_modules() if model is None else _modules_of(model)
+    for module in modules:  # check all before changing any
         _check(module)
     for module in modules:
         if module.__name__ not in _originals:
@@ -46,7 +46,7 @@ def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
 
 
 def restore_transformers() -> None:
-    """Gives every module changed by `accelerate_transformers` its own functions back."""
+    """Restores the original functions of every module that `accelerate_transformers` changed."""
     for name, functions in _originals.items():
         for function, original in functions.items():
             setattr(sys.modules[name], function, original)
@@ -68,7 +68,7 @@ def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if torch.compiler.is_exporting():  # an exported program shall not need mambacl
+        if torch.compiler.is_exporting():  # an exported program must not depend on mambacl
             return original(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
         return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 
@@ -134,8 +134,8 @@ def _conv_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def _inner(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(_function(original))
     def mamba_inner_fn(*args: Any, **kwargs: Any) -> None:
-        """None has transformers go through the parts above. They are as fast together, and between them it masks
-        padding, which the one call of mamba-ssm leaves out."""
+        """Returning None makes transformers call the functions above instead. Together they are as fast, and
+        transformers masks padding between them, which mamba-ssm's fused call does not."""
 
     return mamba_inner_fn
 
@@ -147,13 +147,13 @@ _REPLACEMENTS: dict[str, tuple[Callable[[Callable[..., Any]], Callable[..., Any]
     "causal_conv1d_update": (_conv_step, _CONV_STEP),
     "mamba_inner_fn": (_inner, ()),
 }
-_REQUIRED = [name for name in _REPLACEMENTS if name != "mamba_inner_fn"]  # Zamba has no use for that
-_originals: dict[str, dict[str, Callable[..., Any]]] = {}  # what each module had
+_REQUIRED = [name for name in _REPLACEMENTS if name != "mamba_inner_fn"]  # Zamba does not use that one
+_originals: dict[str, dict[str, Callable[..., Any]]] = {}  # functions of each changed module
 
 
-def _modules_of_families() -> list[ModuleType]:
+def _default_modules() -> list[ModuleType]:
     try:
-        return [import_module(f"transformers.models.{family}.modeling_{family}") for family in FAMILIES]
+        return [import_module(f"transformers.models.{name}.modeling_{name}") for name in ARCHITECTURES]
     except ImportError as error:
         raise UserError(f"accelerate_transformers needs transformers {TESTED} ({error}): install it.") from None
 
@@ -164,17 +164,17 @@ def _modules_of(model: nn.Module) -> list[ModuleType]:
         name for name in names if name.startswith("transformers.") and name.rpartition(".")[2].startswith("modeling")
     ]
     scanning = [name for name in ours if "mamba_selective_scan" in vars(sys.modules[name])]
-    known = [name for name in ours if name.split(".")[-2] in FAMILIES]
+    known = [name for name in ours if name.split(".")[-2] in ARCHITECTURES]
     if not scanning and not known:
         raise UserError(
-            f"There is no block of transformers' Mamba, FalconMamba or Jamba in this {type(model).__name__}: "
+            f"This {type(model).__name__} has no block of transformers' Mamba, FalconMamba or Jamba: "
             "accelerate_transformers has nothing to change."
         )
     return [sys.modules[name] for name in scanning or known]
 
 
 def _check(module: ModuleType) -> None:
-    """Refuses a transformers whose functions are not where, or not what, they are replaced by."""
+    """Raises `UserError` if the module lacks a function to replace, or if its parameters differ."""
     if module.__name__ in _originals:
         return
     for name in _REQUIRED:
@@ -188,12 +188,13 @@ def _check(module: ModuleType) -> None:
 
 
 def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
-    """Whether a function has parameters of these names first; one that takes any, as a hub kernel's wrapper, may."""
+    """Whether a function's first parameters have these names, or it takes any arguments, as a hub kernel's wrapper
+    does."""
     parameters = inspect.signature(_function(function)).parameters
     general = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
     return general or tuple(parameters)[: len(names)] == names
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that the package `kernels`, where it is installed, has wrapped in a module."""
+    """The function itself: the package `kernels`, if installed, wraps it in a module."""
     return function.forward if isinstance(function, nn.Module) else function

@@ -1,7 +1,7 @@
-"""Puts mambacl's functions under the import names of mamba-ssm, causal-conv1d and VMamba's kernels, and removes them.
+"""Makes mambacl's functions importable under the names of mamba-ssm, causal-conv1d and VMamba's kernels, and undoes it.
 
-An import hook ahead of all others serves the names below; `importlib.metadata` finds their versions as well, by which
-libraries decide what they use. Nothing happens before `install()` is called.
+An import hook before all others provides the modules below. `importlib.metadata` also finds their versions, which some
+libraries check. Nothing happens before `install()` is called.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 from mambacl.errors import UserError
 from mambacl.mamba_ssm_compat import block, conv, hub, norms, raw, scan
 
-# What the names stand for: mamba-ssm's Mamba-1, so below the 2.0 by which libraries expect Mamba-2.
+# Below 2.0, because libraries expect Mamba-2 from 2.0 on, and only Mamba-1 is provided.
 VERSIONS = {"mamba_ssm": "1.2.2+mambacl", "causal_conv1d": "1.6.1+mambacl"}
 
 _NORMS = {"RMSNorm": norms.RMSNorm, "layer_norm_fn": norms.layer_norm_fn, "rms_norm_fn": norms.rms_norm_fn}
@@ -59,10 +59,10 @@ _PACKAGES = {name.rpartition(".")[0] for name in MODULES} - {""}
 
 
 def install(force: bool = False) -> None:
-    """From now on `import mamba_ssm`, `causal_conv1d`, `selective_scan_cuda` and their modules give mambacl's.
+    """Makes `import mamba_ssm`, `causal_conv1d`, `selective_scan_cuda` and their submodules give mambacl's modules.
 
-    Refused where one of them is already imported from elsewhere, whose users hold its functions; `force` goes on, for
-    imports still to come. A second call changes nothing.
+    Raises `UserError` if one of them is already imported from another package, because its users keep those functions;
+    with `force` only later imports are affected. A second call has no effect.
     """
     if _finder in sys.meta_path:
         return
@@ -72,23 +72,23 @@ def install(force: bool = False) -> None:
             f"{' and '.join(others)} is already imported: call mamba_ssm_compat.install() before the first import, or "
             "install(force=True) for the imports that follow."
         )
-    _replaced.update(_taken_out())
+    _replaced.update(_remove_modules())
     sys.meta_path.insert(0, _finder)
     importlib.invalidate_caches()
-    for name in MODULES:  # all at once: some look for submodules as attributes
+    for name in MODULES:  # import all: some code reads submodules as attributes
         importlib.import_module(name)
-    _answer_in_transformers()
+    _patch_transformers()
 
 
 def uninstall() -> None:
-    """Takes mambacl's modules out again and puts back what `install(force=True)` replaced. Functions that somebody has
-    imported in between stay with them."""
+    """Removes mambacl's modules and restores those that `install(force=True)` replaced. Code that has imported
+    functions in the meantime keeps them."""
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
-    while _asked:
-        setattr(*_asked.pop())
-    _taken_out()
+    while _patched:
+        setattr(*_patched.pop())
+    _remove_modules()
     sys.modules.update(_replaced)
     _replaced.clear()
     importlib.invalidate_caches()
@@ -96,7 +96,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(force: bool = False) -> Iterator[None]:
-    """`install()` for a block of code. One within another changes nothing."""
+    """`install()` for a block of code. Nested blocks have no effect."""
     outermost = _finder not in sys.meta_path
     install(force)
     try:
@@ -106,16 +106,16 @@ def installed(force: bool = False) -> Iterator[None]:
             uninstall()
 
 
-def _answer_in_transformers() -> None:
-    """transformers says that mamba-ssm is absent wherever there is no GPU, and public models ask transformers."""
+def _patch_transformers() -> None:
+    """Makes transformers report mamba-ssm as available. Without a GPU it never does, and public models rely on it."""
     if importlib.util.find_spec("transformers") is None:
         return
     for home in ("transformers.utils.import_utils", "transformers.utils"):
         module = importlib.import_module(home)
-        for question in ("is_mamba_ssm_available", "is_causal_conv1d_available"):
-            if hasattr(module, question):
-                _asked.append((module, question, getattr(module, question)))
-                setattr(module, question, _available)
+        for name in ("is_mamba_ssm_available", "is_causal_conv1d_available"):
+            if hasattr(module, name):
+                _patched.append((module, name, getattr(module, name)))
+                setattr(module, name, _available)
 
 
 def _available() -> bool:
@@ -134,7 +134,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__.update(MODULES[module.__name__])
-        module.__doc__ = f"mambacl's part in place of {module.__name__}."
+        module.__doc__ = f"mambacl's replacement for {module.__name__}."
         if module.__name__ in VERSIONS:
             module.__version__ = VERSIONS[module.__name__]  # type: ignore[attr-defined]
 
@@ -161,8 +161,8 @@ class _Distribution(Distribution):
         return Path(__file__).parent / path
 
 
-def _taken_out() -> dict[str, ModuleType]:
-    """Removes every module of these names, with all below them, from `sys.modules`."""
+def _remove_modules() -> dict[str, ModuleType]:
+    """Removes the modules of these packages from `sys.modules` and returns them."""
     names = [name for name in sys.modules if name.partition(".")[0] in _ROOTS]
     return {name: sys.modules.pop(name) for name in names}
 
@@ -173,4 +173,4 @@ def _normalized(name: str) -> str:
 
 _finder = _Finder()
 _replaced: dict[str, ModuleType] = {}
-_asked: list[tuple[ModuleType, str, Any]] = []  # transformers' own answers
+_patched: list[tuple[ModuleType, str, Any]] = []  # transformers' original functions

@@ -1,4 +1,4 @@
-"""mamba-ssm's layer norm and RMS norm with the addition of the residual before them."""
+"""mamba-ssm's layer norm and RMS norm, which add the residual first."""
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,15 @@ def layer_norm_fn(
     is_rms_norm: bool = False,
     return_dropout_mask: bool = False,
 ) -> Normed:
-    """The norm of dropout(x rowscale) + dropout(x1) + residual; with `prenorm` that sum too, as the next residual.
+    """The norm of dropout(x rowscale) + dropout(x1) + residual; with `prenorm` also the sum, as the next residual.
 
-    Computed in float32 or better; the norm has x's dtype, the sum the residual's, or float32 on request. With weight1
-    there are two norms of the one sum.
+    Computes in float32 or better. The norm has x's dtype, the sum the residual's, or float32 with `residual_in_fp32`.
+    With weight1, returns two norms of the same sum.
     """
     if return_dropout_mask:
-        raise UserError("mambacl's layer_norm_fn returns no dropout mask: leave return_dropout_mask out.")
+        raise UserError("mambacl's layer_norm_fn returns no dropout mask: omit return_dropout_mask.")
     if x1 is not None and rowscale is not None:
-        raise UserError("layer_norm_fn takes rowscale or x1, not both: leave one of them out.")
+        raise UserError("layer_norm_fn takes rowscale or x1, not both: omit one of them.")
     wide = torch.promote_types(torch.float32, x.dtype)
     kept = x.dtype if residual is None else residual.dtype
     kept = torch.promote_types(kept, torch.float32) if residual is None and residual_in_fp32 else kept
@@ -71,7 +71,7 @@ def rms_norm_fn(
 
 
 class RMSNorm(nn.Module):
-    bias: None  # registered, as in mamba-ssm, for those who pass it on
+    bias: None  # registered as in mamba-ssm, because callers pass it on
 
     def __init__(
         self,

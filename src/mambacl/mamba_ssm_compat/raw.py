@@ -1,7 +1,7 @@
-"""The compiled modules' own interface, below autograd: what mamba-ssm and VMamba call `selective_scan_cuda`.
+"""The interface of the compiled modules, below autograd: what mamba-ssm and VMamba call `selective_scan_cuda`.
 
-`fwd` returns the output, and a tensor whose last column of odd entries is the last state, as callers read it:
-x[:, :, -1, 1::2]. `bwd` computes the forward once more and differentiates it.
+`fwd` returns the output, and a tensor x from which callers read the last state as x[:, :, -1, 1::2]. `bwd` recomputes
+the forward and differentiates it.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def _forward(u, delta, A, B, C, D, delta_bias, delta_softplus, dtype):  # type: 
 
 
 def _backward(inputs: dict[str, Tensor | None], dout: Tensor, delta_softplus: bool) -> tuple[Tensors, Tensor]:
-    """The gradient of each input in its dtype, None for what is None, and the output."""
+    """The gradients of the inputs, in their dtypes (None for inputs that are None), and the output."""
     with torch.enable_grad():
         leaves = {name: None if M is None else M.detach().requires_grad_() for name, M in inputs.items()}
         u = leaves["u"]
@@ -46,7 +46,7 @@ def _bwd(u, delta, A, B, C, D, z, delta_bias, dout, x, out, dz, delta_softplus, 
     found, out_z = _backward(inputs, dout, delta_softplus)
     if z is None:
         found.pop()
-    elif dz is not None:  # memory of the caller's, such as half of a larger gradient
+    elif dz is not None:  # the caller's memory, e.g. half of a larger gradient
         found[-1] = dz.copy_(found[-1])
     return [*found, out_z] if recompute_out_z else found
 

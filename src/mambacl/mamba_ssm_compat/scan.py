@@ -1,4 +1,4 @@
-"""mamba-ssm's functions on `mambacl.selective_scan`: the scan, one step of it, and the scan with what is around it."""
+"""mamba-ssm's functions on top of `mambacl.selective_scan`: the scan, one step of it, and the block around it."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def selective_scan_fn(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`mambacl.selective_scan`. The last state has a gradient too; in mamba-ssm it has none."""
+    """`mambacl.selective_scan`. Unlike in mamba-ssm, the last state has a gradient."""
     refuse_complex(A, B, C)
     return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 
@@ -39,7 +39,7 @@ def selective_scan_ref(
     delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The recurrence as it is written, step by step."""
+    """The plain recurrence, step by step."""
     refuse_complex(A, B, C)
     return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, backend="reference")
 
@@ -60,7 +60,7 @@ def selective_state_update(
     """One step of the recurrence: updates state (b, d, n) in place, returns the output (b, d).
 
     x, dt, z (b, d); A (d, n); B, C (b, n); D, dt_bias (d,). With heads, one more dimension comes before d, and B and C
-    are (b, g, n) in groups of heads. state_batch_indices (b,) chooses each sequence's row of a larger state.
+    are (b, g, n) in groups of heads. state_batch_indices (b,) selects each sequence's row of a larger state.
     """
     refuse_complex(A, B, C)
     heads = state.dim() == 4
@@ -75,7 +75,7 @@ def selective_state_update(
 
     wide = torch.promote_types(torch.float32, torch.promote_types(state.dtype, x.dtype))
     if torch.is_grad_enabled():
-        before = before.clone()  # the backward needs it as it was
+        before = before.clone()  # the backward needs the old values
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     step = (F.softplus(step) if dt_softplus else step).unsqueeze(-1)  # (b, h, d, 1)
     B, C = _per_head(B.to(wide), x.shape[1]), _per_head(C.to(wide), x.shape[1])  # (b, h, n)
@@ -122,10 +122,10 @@ def mamba_inner_fn(
 ) -> Tensor:
     """A Mamba block from the output of in_proj, xz (b, 2 d, l), to that of out_proj, (b, l, e).
 
-    checkpoint_lvl changes nothing here: the parts keep for the backward what they need.
+    checkpoint_lvl has no effect: each operator keeps what its backward needs.
     """
-    x, delta, B, C, z = _scanned(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
-                                 B_proj_bias, C_proj_bias)  # fmt: skip
+    x, delta, B, C, z = _scan_inputs(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
+                                     B_proj_bias, C_proj_bias)  # fmt: skip
     if b_rms_weight is not None:
         B = _normalize(B, b_rms_weight, b_c_dt_rms_eps)
     if c_rms_weight is not None:
@@ -151,9 +151,9 @@ def mamba_inner_fn_no_out_proj(
     C_proj_bias: Tensor | None = None,
     delta_softplus: bool = True,
 ) -> Tensor:
-    """`mamba_inner_fn` up to out_proj, (b, d, l), as Vim's two directions use it."""
-    x, delta, B, C, z = _scanned(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
-                                 B_proj_bias, C_proj_bias)  # fmt: skip
+    """`mamba_inner_fn` without out_proj; returns (b, d, l). Used by Vim's two directions."""
+    x, delta, B, C, z = _scan_inputs(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
+                                     B_proj_bias, C_proj_bias)  # fmt: skip
     y = selective_scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
     assert isinstance(y, Tensor)
     return y
@@ -177,10 +177,10 @@ def bimamba_inner_fn(
     C_proj_bias: Tensor | None = None,
     delta_softplus: bool = True,
 ) -> Tensor:
-    """`mamba_inner_fn` scanned both ways, Vim's first kind: the directions differ in A alone."""
+    """`mamba_inner_fn` with scans in both directions that differ only in A: Vim's first version."""
     refuse_complex(A_b)
-    x, delta, B, C, z = _scanned(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
-                                 B_proj_bias, C_proj_bias)  # fmt: skip
+    x, delta, B, C, z = _scan_inputs(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
+                                     B_proj_bias, C_proj_bias)  # fmt: skip
     forward = selective_scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
     x, delta, z = (tensor.flip(-1) for tensor in (x, delta, z))
     B, C = (M if M.dim() == 2 else M.flip(-1) for M in (B, C))
@@ -189,7 +189,7 @@ def bimamba_inner_fn(
     return _project(forward + backward.flip(-1), out_proj_weight, out_proj_bias)
 
 
-def _scanned(
+def _scan_inputs(
     xz: Tensor,
     conv1d_weight: Tensor,
     conv1d_bias: Tensor | None,
@@ -201,7 +201,7 @@ def _scanned(
     B_proj_bias: Tensor | None,
     C_proj_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a block scans: x, delta (b, d, l), B, C (b, n, l) where they are not given, and the gate z (b, d, l)."""
+    """The inputs of a block's scan: x, delta (b, d, l), B, C ((b, n, l) unless given), and the gate z (b, d, l)."""
     refuse_complex(A, B, C)
     x, z = xz.chunk(2, dim=1)
     x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")  # type: ignore[assignment]
@@ -218,7 +218,7 @@ def _scanned(
 
 
 def _normalize(M: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm over the last dimension but one, that of time."""
+    """The RMS norm over the second-to-last dimension; the last one is time."""
     return rms_norm_fn(M.mT, weight, None, eps=eps).mT  # type: ignore[union-attr]
 
 
@@ -230,7 +230,7 @@ def _project(y: Tensor | tuple[Tensor, Tensor], weight: Tensor, bias: Tensor | N
 def refuse_complex(*tensors: Tensor | None) -> None:
     if any(tensor is not None and tensor.is_complex() for tensor in tensors):
         raise UserError(
-            "mambacl's scan takes real A, B and C, got a complex one: take mamba-ssm itself for S4's states."
+            "mambacl's scan supports only real A, B and C, got a complex one: use mamba-ssm for complex states."
         )
 
 

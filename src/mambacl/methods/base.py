@@ -1,9 +1,9 @@
-"""What a continual-learning method is. The training loop calls these and knows no method by name.
+"""The interface of continual-learning methods, which the training loop calls.
 
-A method is put together from parts: what trains in the backbone (`tuning/`), a classifier (`classifiers/`), a loss, and
-what happens when a task ends. `Method` itself trains a classifier on a fixed backbone; a subclass changes what differs.
-It is one file in this folder, or in another package that names it in the entry point group
-`mambacl.methods`, and calls `METHODS.add`.
+A method combines parts: what trains in the backbone (`tuning/`), a classifier (`classifiers/`), a loss, and what
+happens when a task ends. `Method` trains a classifier on a fixed backbone; a subclass overrides what differs. To add a
+method, derive from it and call `METHODS.add` in a new file in this folder, or in another package that lists it in the
+entry point group `mambacl.methods`.
 """
 
 import time
@@ -22,24 +22,24 @@ from mambacl.nullspace import Setting
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
 
-CLASSIFIER = "classifier/"  # begins the names of a classifier's tensors in a task's state
+CLASSIFIER = "classifier/"  # prefix of a classifier's tensors in a task's state
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the configuration says to a method."""
+    """What a method gets from the configuration."""
 
     setting: Setting = field(default_factory=Setting)
     warm_second_head: bool = False
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     classifier: str = "auto"
-    """the method's own, or a name in `CLASSIFIERS`"""
+    """auto for the method's default, or a name in `CLASSIFIERS`"""
     classifier_options: Mapping[str, Any] = field(default_factory=dict)
     known_classifier: nn.Linear | None = None
-    """of the first task's classes, where the model knows them already"""
+    """for the first task's classes, if the model already knows them"""
     folder: Path | None = None
-    """where large things may be put"""
+    """a folder for large temporary files"""
 
 
 @dataclass(frozen=True)
@@ -47,47 +47,47 @@ class Task:
     index: int
     classes: int
     first_label: int
-    seed: int  # for what the method draws in this task
+    seed: int  # for the random numbers of this task
 
 
 class Method:
-    """One head per task, cross-entropy over the current task's classes; evaluation mode throughout.
+    """One head per task and cross-entropy over the current task's classes; the model stays in evaluation mode.
 
-    State is in two parts: `state_dict` changes with each step, `task_state_dict` only at the end of a task.
+    The state has two parts: `state_dict` changes with each step, `task_state_dict` only at the end of a task.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     options_class: ClassVar[type] = NoOptions
     own_classifier: ClassVar[str] = "separate"
-    """what trains, and answers unless the configuration names another classifier"""
+    """the heads that train; they also predict, unless the configuration names another classifier"""
     recordable: ClassVar[bool] = True
-    """whether a CUDA graph can replay its steps: `loss` never waits for the GPU, and does the same for every batch"""
+    """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model.eval().requires_grad_(False), setup
         self.num_features: int = model.num_features  # type: ignore[assignment]
         self.device = next(model.parameters()).device
-        self.known_tasks = int(setup.known_classifier is not None)  # in these nothing is trained
+        self.known_tasks = int(setup.known_classifier is not None)  # tasks in which nothing trains
         self.options = build_config(self.options_class, setup.options, self.name)
         self.tuning = self.make_tuning()
-        self.classifier = self.make_classifier()  # what answers
-        self.heads = self.classifier if isinstance(self.classifier, TaskHeads) else self.make_heads()  # what trains
+        self.classifier = self.make_classifier()  # predicts
+        self.heads = self.classifier if isinstance(self.classifier, TaskHeads) else self.make_heads()  # train
 
     # The parts
 
     def make_tuning(self) -> Tuning:
-        """What trains in the backbone: nothing."""
+        """What trains in the backbone; by default nothing."""
         return ModelParameters(self.model)
 
     def make_heads(self) -> TaskHeads:
-        """What trains on top of it, where the classifier is computed when a task ends."""
+        """The heads that train if the classifier is computed when a task ends."""
         heads = CLASSIFIERS.get(self.own_classifier)(self.num_features)
         assert isinstance(heads, TaskHeads)
         return heads
 
     def make_classifier(self) -> Classifier:
-        """What answers, by the configuration."""
+        """The classifier that the configuration names."""
         named = self.setup.classifier
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
         options = build_config(kind.options_class, self.setup.classifier_options, kind.name)
@@ -96,7 +96,7 @@ class Method:
     # One task
 
     def start_task(self, task: Task) -> None:
-        """Before the first step of a task."""
+        """Called before the first step of a task."""
         if task.index < self.known_tasks:
             assert self.setup.known_classifier is not None
             self.heads.take_over(self.setup.known_classifier)
@@ -106,26 +106,28 @@ class Method:
         self._follow_heads()
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        """What the current task trains, by role: "backbone" and "classifier" have their own learning rates."""
+        """The parameters that the current task trains, by role: "backbone" and "classifier" have separate learning
+        rates."""
         return {"backbone": self.tuning.trained(), "classifier": self.heads.trained()}
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer of each task passes through here."""
+        """Called with the optimizer of each task; returns the optimizer to use."""
         return optimizer
 
     def features(self, images: Tensor) -> Tensor:
-        """What the classifier sees, (b, d)."""
+        """The input of the classifier, (b, d)."""
         return self.model(images)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a batch of the current task, and the number of its images that are right."""
+        """The loss of a batch of the current task, and the number of correctly classified images."""
         logits = self.heads.task_logits(self.features(images))
         labels = labels - (self.heads.classes - logits.shape[1])  # the current head counts from 0
         return F.cross_entropy(logits, labels), (logits.argmax(dim=1) == labels).sum()
 
     @torch.no_grad()
     def finish_task(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """After the last step of a task, with its training images as in evaluation. Returns seconds by phase."""
+        """Called after the last step of a task, with its training images under evaluation transforms. Returns seconds
+        by phase."""
         if self.classifier.trains:
             return {}
         started = time.perf_counter()
@@ -148,7 +150,7 @@ class Method:
         return {**self.tuning.state_dict(), **self.heads.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """A state of something else is a KeyError or a RuntimeError."""
+        """Raises KeyError or RuntimeError if the state does not match."""
         heads = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
         self.tuning.load_state_dict({name: tensor for name, tensor in state.items() if name not in heads})
         self.heads.load_state_dict(heads)
@@ -157,7 +159,7 @@ class Method:
 
     @property
     def needs_task_state(self) -> bool:
-        """Whether `predict` needs what `task_state_dict` holds."""
+        """Whether `predict` needs the tensors of `task_state_dict`."""
         return not self.classifier.trains
 
     def task_state_dict(self) -> dict[str, Tensor]:
@@ -172,11 +174,11 @@ class Method:
             self._follow_heads()
 
     def task_text(self) -> dict[str, str]:
-        """What a reader of the task's state should know about it."""
+        """Metadata for readers of the task's state."""
         return {}
 
     def _follow_heads(self) -> None:
-        """A classifier that does not train learns of a task's classes here, at its start or when it is resumed."""
+        """Adds the current task's classes to a classifier that does not train, when a task starts or resumes."""
         if not self.classifier.trains:
             self.classifier.add_task(self.heads.classes - self.classifier.classes, self.setup.seed)
             self.classifier.to(self.device)

@@ -1,8 +1,8 @@
-"""EASE (Zhou et al., CVPR 2024) on a Mamba backbone: a set of adapters, and so a feature space, for each task.
+"""EASE (Zhou et al., CVPR 2024) on a Mamba backbone: one set of adapters, and so one feature space, per task.
 
-A task trains its set with a cosine classifier. Then each of its classes gets a prototype in every
-subspace, its mean feature there; the classes of earlier tasks get one in the new subspace from those of the new
-classes, by similarity. An image is classified by its cosines with the prototypes, a class's own subspace first.
+A task trains its adapters with a cosine classifier. Each of its classes then gets a prototype in every subspace: its
+mean feature. Classes of earlier tasks get one in the new subspace, estimated from the new classes by similarity. An
+image is classified by its cosines with the prototypes; a class's own subspace has the largest weight.
 """
 
 import time
@@ -28,23 +28,19 @@ class EaseOptions(AdapterOptions):
     """Options of EASE."""
 
     alpha: float = 0.1
-    """weight of the subspaces that are not a class's own"""
+    """weight of the subspaces of other tasks"""
     others: Literal["sum", "mean"] = "sum"
-    """whether alpha counts for each of them, as in EASE's paper, or for all together, as in its public code"""
+    """sum: alpha is the weight of each of them, as in EASE's paper; mean: of all together, as in its public code"""
     mapped_by: Literal["new", "later"] = "new"
-    """an old class's prototype in a subspace comes from the classes of that subspace's own task, once, as in EASE's
-    paper; or again after each task, from all classes since, as in its public code (`recalc_sim`)"""
+    """how an old class gets its prototype in a new subspace. new: once, from the classes of that subspace's task, as in
+    EASE's paper; later: again after each task, from all classes since, as in its public code (`recalc_sim`)"""
     cosine_scale: float = 1.0
-    """what the classifiers' learned scale starts from; 1 in EASE's public code"""
+    """initial value of the classifiers' learned scale; 1 in EASE's public code"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.alpha < float("inf"):
             raise UserError(f"options.alpha must not be negative, got {self.alpha}.")
-        if self.others not in ("sum", "mean"):
-            raise UserError(f"options.others is 'sum' or 'mean', got {self.others!r}.")
-        if self.mapped_by not in ("new", "later"):
-            raise UserError(f"options.mapped_by is 'new' or 'later', got {self.mapped_by!r}.")
         if not 0 < self.cosine_scale < float("inf"):
             raise UserError(f"options.cosine_scale must be positive, got {self.cosine_scale}.")
 
@@ -60,24 +56,24 @@ class Ease(Method):
         self.prototypes = torch.zeros(0, 0, self.num_features, device=self.device)
         """of the classes of finished tasks: see `classifiers.subspaces`"""
         self.training: dict[str, Tensor] = {}
-        """of a checkpoint: the part of the task that was under way"""
+        """from a checkpoint: the state of the unfinished task"""
         return self.adapters
 
     def make_classifier(self) -> CosineHeads:
         if self.setup.classifier != "auto" or self.setup.classifier_options:
-            raise UserError("The method 'ease' answers with its prototypes: leave classifier at auto, without options.")
+            raise UserError("The method 'ease' predicts by its prototypes: leave classifier at auto, without options.")
         return CosineHeads(self.num_features, self.options.cosine_scale)
 
     def start_task(self, task: Task) -> None:
         self.adapters.add(task.seed)
-        if task.index < self.known_tasks:  # nothing is trained: its subspace is that of the backbone
+        if task.index < self.known_tasks:  # nothing trains: its subspace is that of the backbone
             super().start_task(task)
         else:
             self.heads.add_task(task.classes, task.seed)
             self.heads.to(self.device)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        self.adapters.current = len(self.adapters) - 1  # until after the backward, which may compute blocks again
+        self.adapters.current = len(self.adapters) - 1  # stays until after the backward, which can recompute blocks
         return super().loss(images, labels)
 
     @torch.no_grad()
@@ -97,11 +93,11 @@ class Ease(Method):
         before = F.pad(self.prototypes, (0, 0, 0, 1))  # one more subspace
         fill = subspaces.completed if self.options.mapped_by == "new" else subspaces.completed_by_later
         self.prototypes = fill(torch.cat((before, means)), widths)
-        self.adapters.current = None  # between tasks the model is the backbone
+        self.adapters.current = None  # between tasks the model has no adapters
         return {"prototypes": time.perf_counter() - started}
 
     def predict(self, images: Tensor) -> Tensor:
-        """Before the end of a task its classes have no prototypes; its classifier's weights stand in for them."""
+        """Before the end of a task its classes have no prototypes; the weights of its head are used instead."""
         options, features = self.options, self._subspaces(images)
         prototypes = subspaces.with_stand_ins(self.prototypes, [head.weight for head in self.heads.heads])  # type: ignore[misc]
         weights = subspaces.weights_of_subspaces(self.heads.widths, options.alpha, options.others == "mean")
@@ -116,15 +112,15 @@ class Ease(Method):
                 features.append(at_least_float32(self.features(images)))
         return features
 
-    # What finished tasks have left never changes: it is kept once per task, and what trains each epoch.
+    # The state of finished tasks never changes: it is saved once per task, the rest once per epoch.
 
     @property
     def finished(self) -> int:
-        """Tasks with prototypes."""
+        """Number of tasks with prototypes."""
         return self.prototypes.shape[1]
 
     def _of_tasks(self, tasks: range) -> dict[str, Tensor]:
-        """Adapters and heads of these tasks; their names begin with adapters.TASK and heads.TASK."""
+        """Adapters and heads of these tasks, named adapters.TASK... and heads.TASK..."""
         return {name: tensor for name, tensor in super().state_dict().items() if int(name.split(".")[1]) in tasks}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -136,7 +132,7 @@ class Ease(Method):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.training = {name: tensor for name, tensor in state.items() if name != "finished"}
-        if int(state["finished"]) == 0:  # else the other tasks' state comes first
+        if int(state["finished"]) == 0:  # otherwise `load_task_state_dict` loads both
             super().load_state_dict(self.training)
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:

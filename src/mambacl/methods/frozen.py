@@ -1,4 +1,4 @@
-"""Mamba-fixed: the backbone does not change, only the classifiers are trained."""
+"""Mamba-fixed: only the classifiers train; the backbone is fixed."""
 
 from mambacl.methods.base import Method
 from mambacl.methods.registry import METHODS

@@ -1,5 +1,5 @@
-"""Mamba-CL: the selective SSM and the layer after it are fine-tuned, each update projected onto the null space of the
-features of all tasks before."""
+"""Mamba-CL: fine-tunes the selective SSM and the layer after it, with each update projected onto the null space of the
+features of all earlier tasks."""
 
 import dataclasses
 import json
@@ -20,7 +20,8 @@ class MambaCL(Method):
 
     def make_tuning(self) -> Tuning:
         self.space = NullSpace(self.model, self.setup.setting, folder=self.setup.folder)
-        self.steps: dict[str, Tensor] = {}
+        self.step_state: dict[str, Tensor] = {}
+        """from a checkpoint: state of the projected step, loaded with the projectors"""
         return ModelParameters(self.model, self.space.trained_names())
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -35,12 +36,12 @@ class MambaCL(Method):
         return [self.space.update_energy(task) for task in range(self.space.tasks)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        steps = {f"space.{name}": tensor for name, tensor in self.space.projected_step.state_dict().items()}
-        return {**super().state_dict(), **steps}
+        step_state = {f"space.{name}": tensor for name, tensor in self.space.projected_step.state_dict().items()}
+        return {**super().state_dict(), **step_state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("space.")})
-        self.steps = {name.removeprefix("space."): t for name, t in state.items() if name.startswith("space.")}
+        self.step_state = {name.removeprefix("space."): t for name, t in state.items() if name.startswith("space.")}
 
     def task_state_dict(self) -> dict[str, Tensor]:
         return {**self.space.state_dict(), **super().task_state_dict()}
@@ -53,7 +54,7 @@ class MambaCL(Method):
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_task_state_dict(state)
         self.space.load_state_dict({name: t for name, t in state.items() if not name.startswith(CLASSIFIER)})
-        self.space.projected_step.load_state_dict(self.steps)  # they belong to the projectors of this state
+        self.space.projected_step.load_state_dict(self.step_state)
 
 
 METHODS.add(MambaCL.name, MambaCL)

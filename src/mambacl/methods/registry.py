@@ -1,4 +1,4 @@
-"""The methods by name, each in the file of that name. Without PyTorch: a wrong name is refused before it is loaded."""
+"""The methods by name, one file each. Does not import PyTorch, so that a wrong name is rejected at once."""
 
 from __future__ import annotations
 

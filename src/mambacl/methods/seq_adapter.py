@@ -1,4 +1,4 @@
-"""SeqAdapter-Mamba: the backbone does not change, one set of adapters is trained task after task."""
+"""SeqAdapter-Mamba: trains one set of adapters on all tasks in turn; the backbone is fixed."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -24,7 +24,7 @@ class SeqAdapter(Method):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
         if len(self.adapters) != 1:
-            raise KeyError("adapters")  # of another method
+            raise KeyError("adapters")  # a state of another method
 
 
 METHODS.add(SeqAdapter.name, SeqAdapter)

@@ -1,4 +1,4 @@
-"""Mamba-Seq: the same parameters as Mamba-CL fine-tuned task after task, with no projection."""
+"""Mamba-Seq: fine-tunes the same parameters as Mamba-CL on all tasks in turn, without projection."""
 
 import torch
 
@@ -17,7 +17,7 @@ class Sequential(Method):
         return ModelParameters(self.model, self.space.trained_names())
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return self.space.wrap(optimizer)  # projects nothing, but keeps rows that do not train
+        return self.space.wrap(optimizer)  # projects nothing, but resets rows that do not train
 
 
 METHODS.add(Sequential.name, Sequential)

@@ -1,5 +1,4 @@
-"""Feature covariances, their null spaces, and updates projected onto them, for any PyTorch model with selective
-SSMs."""
+"""Null spaces of feature covariances, and updates projected onto them, for any PyTorch model with selective SSMs."""
 
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ __all__ = [
 __getattr__ = attributes(
     __name__,
     {
-        **dict.fromkeys(("BLOCK_READERS", "Block", "Part"), "block_readers"),  # which registers its own
+        **dict.fromkeys(("BLOCK_READERS", "Block", "Part"), "block_readers"),  # importing it registers the readers
         "ADAPTERS": "blocks",
         **dict.fromkeys(("Decomposition", "Projector", "dense_projector"), "projectors"),
         **dict.fromkeys(("null_rank", "null_ranks"), "ranks"),

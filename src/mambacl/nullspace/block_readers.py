@@ -1,10 +1,9 @@
-"""Readers of selective SSMs: De-focus Mamba, Vim, VMamba, MambaVision, the plain Mamba block and Mamba-2; and of plain
-layers.
+"""Block readers for De-focus Mamba, Vim, VMamba, MambaVision, the plain Mamba block, Mamba-2 and plain layers.
 
-Except for De-focus Mamba, whose B and C are rotated, they know a module by its parameters, not by its class, so that
-they serve our own backbones, `mamba_ssm` and `transformers` alike. Hooks see the features: tokens go into the block, x
-into x_proj, whose output gives delta, B and C; out goes into out_proj. What goes into in_proj and the convolution
-follows from the tokens.
+They recognise a module by its parameters, not by its class, so they work for our backbones, `mamba_ssm` and
+`transformers`. De-focus Mamba is the exception, because its B and C are rotated. Hooks read the features: the input of
+the block (tokens), the input of x_proj (x), its output (delta, B and C) and the input of out_proj (out). The inputs of
+in_proj and of the convolution are computed from the tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ def step_sizes(dt: Tensor, weight: Tensor, bias: Tensor | None, bias_times: int 
 
 
 def x_proj_parts(prefix: str, suffix: str, rank: int, states: int) -> list[Part]:
-    """The parts of one direction of a Mamba-1 block; `suffix` tells the directions apart, in names and features."""
+    """The parts of one direction of a Mamba-1 block. `suffix` distinguishes the directions in names and features."""
     inputs = {name: name + suffix for name in ("x", "delta", "dt", "B", "C", "A", "scan")} if suffix else {}
     x_proj = f"{prefix}x_proj{suffix}.weight"
     return [
@@ -45,12 +44,12 @@ def x_proj_parts(prefix: str, suffix: str, rank: int, states: int) -> list[Part]
 
 
 def causal_windows(u: Tensor, kernel: int) -> Tensor:
-    """What a causal depthwise convolution multiplies: (images, tokens, channels, kernel)."""
+    """The windows of a causal depthwise convolution: (images, tokens, channels, kernel)."""
     return F.pad(u, (0, 0, kernel - 1, 0)).unfold(1, kernel, 1)
 
 
 def centred_windows(u: Tensor, kernel: int) -> Tensor:
-    """The same of one that sees as far ahead as back."""
+    """The windows of a centred depthwise convolution: (images, tokens, channels, kernel)."""
     return F.pad(u, (0, 0, (kernel - 1) // 2, kernel // 2)).unfold(1, kernel, 1)
 
 
@@ -66,8 +65,8 @@ def mamba_block(
     finish: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
     scale: float = 1.0,
 ) -> Block:
-    """A block of the Mamba-1 kind, with one direction for each suffix. `convs` has what its depthwise convolutions
-    multiply, from the two outputs of in_proj; `finish` is what is done to dt, B and C."""
+    """A Mamba-1 block with one direction per suffix. `convs` computes the windows of its depthwise convolutions from
+    the two outputs of in_proj; `finish` transforms dt, B and C."""
     named: Any = module
     prefix = f"{name}." if name else ""
     rank, states = named.dt_proj.weight.shape[1], named.A_log.shape[1]
@@ -137,7 +136,7 @@ def defocus(module: nn.Module, name: str) -> Block | None:
 
 
 def vim(module: nn.Module, name: str) -> Block | None:
-    """Two directions; the features of the backward one are seen in its own, flipped, order."""
+    """Two directions; the features of the backward one are in its own, flipped, order."""
     if not has(module, "x_proj", "x_proj_b", "dt_proj", "dt_proj_b", "A_log", "A_b_log", "out_proj"):
         return None
     backward = {"conv1d_b": lambda u, z, conv: causal_windows(u.flip(1), conv.kernel_size[0])}
@@ -145,8 +144,8 @@ def vim(module: nn.Module, name: str) -> Block | None:
 
 
 def mambavision(module: nn.Module, name: str) -> Block | None:
-    """The bias of delta enters twice; the convolutions of x and z see as far ahead as back; out_proj takes the scan's
-    output and z side by side."""
+    """The bias of delta enters twice; the convolutions of x and z are centred; the input of out_proj is the scan's
+    output and z, concatenated."""
     if not has(module, "conv1d_x", "conv1d_z", "x_proj", "dt_proj", "A_log", "out_proj"):
         return None
     convs = {
@@ -170,8 +169,8 @@ def mamba(module: nn.Module, name: str) -> Block | None:
 
 
 def mamba2(module: nn.Module, name: str) -> Block | None:
-    """Mamba-2: in_proj makes the gate, x, B, C and dt at once, so its input is the X of W_B, W_C and W_delta, and the
-    rows of the gate and of x are a plain linear layer. A is a number per head."""
+    """Mamba-2: in_proj computes the gate, x, B, C and dt, so its input is the X of W_B, W_C and W_delta; its rows for
+    the gate and x are a plain linear layer. A has one number per head."""
     if not has(module, "in_proj", "dt_bias", "A_log", "out_proj") or has(module, "x_proj"):
         return None
     layers: Any = module
@@ -214,8 +213,8 @@ def mamba2(module: nn.Module, name: str) -> Block | None:
 
 
 def vmamba(module: nn.Module, name: str) -> Block | None:
-    """SS2D: four directions over the same tokens, so that they share X. Each direction's delta, B and C are seen in
-    the order of the image, which changes no covariance."""
+    """SS2D: four directions over the same tokens, so they share X. Each direction's delta, B and C are in the order of
+    the image, which does not affect covariances."""
     if not has(module, "A_logs", "dt_projs_weight", "dt_projs_bias", "x_proj_weight", "act", "out_proj"):
         return None
     layers: Any = module
@@ -238,11 +237,11 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
     channels_last = getattr(module, "channels_last", not getattr(module, "channel_first", False))
 
     def tokens(image: Tensor) -> Tensor:
-        """(b, l, d) from either layout of an image."""
+        """(b, l, d) from an image with channels first or last."""
         return image.flatten(1, 2) if channels_last else image.flatten(2).mT
 
     def hooks(record: Record) -> list[Any]:
-        latest: list[Tensor] = []  # the first version also sends its gate through `act`, before x
+        latest: list[Tensor] = []  # the first version calls `act` on its gate too, before x
 
         def activated(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
             latest[:] = [output]
@@ -252,7 +251,7 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
             height = latest[0].shape[1 if channels_last else 2]
 
             def ordered(values: Tensor, k: int) -> Tensor:
-                """Along rows, along columns, and both backwards."""
+                """In the order of direction k: by rows, by columns, and both backwards."""
                 if k % 2:
                     values = values.unflatten(1, (height, -1)).transpose(1, 2).flatten(1, 2)
                 return values.flip(1) if k >= 2 else values
@@ -280,7 +279,7 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
 
 
 def plain_layer(module: nn.Module, name: str) -> Block | None:
-    """Any `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, by what goes into them."""
+    """Any `nn.Linear`, `nn.Conv1d` or `nn.Conv2d`; its feature is its input."""
     if isinstance(module, nn.Linear):
         part = Part("linear", f"{name}.weight" if name else "weight")
     elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
@@ -303,7 +302,7 @@ def plain_layer(module: nn.Module, name: str) -> Block | None:
 
 
 def windows(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """What each group of a convolution multiplies at each place: (images, places, groups, values)."""
+    """The windows of each group of a convolution: (images, positions, groups, values)."""
     dims = len(conv.kernel_size)
     if x.dim() == dims + 1:
         x = x[None]
@@ -317,7 +316,7 @@ def windows(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     kernel, stride, dilation = conv.kernel_size, conv.stride, conv.dilation
     if dims == 1:
         x, kernel, stride, dilation = x[:, :, None], (1, *kernel), (1, *stride), (1, *dilation)
-    patches = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (b, c k, places)
+    patches = F.unfold(x, kernel, dilation=dilation, stride=stride)  # (b, c k, positions)
     return patches.mT.unflatten(-1, (conv.groups, -1))
 
 

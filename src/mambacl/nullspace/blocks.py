@@ -1,7 +1,7 @@
-"""How the null space sees a model: blocks, the parts of their parameters, and hooks that show their features.
+"""The null space's view of a model: blocks, the parts of their parameters, and hooks that record their features.
 
-A block reader looks at a module and returns a `Block`, or None for a module that it does not know. Those for selective
-SSMs and plain layers are in `block_readers.py`. Other packages add their own through the entry point group
+A block reader takes a module and returns a `Block`, or None if it does not recognise the module. `block_readers.py` has
+those for selective SSMs and plain layers. Other packages can add readers through the entry point group
 `mambacl.block_readers`.
 """
 
@@ -17,20 +17,20 @@ from mambacl.nullspace.statistics import Record, Source
 from mambacl.registry import Registry
 
 Side = Literal["right", "left"]
-Index = int | tuple[int, int]  # a place, or from and to
+Index = int | tuple[int, int]  # an index, or (start, end)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter, or some of its rows, that plays one role in the block."""
+    """A parameter, or some of its rows, with one role in the block."""
 
     kind: str  # W_delta, W_B, W_C, W_dt, A, out, linear, conv
     parameter: str  # full name in the model
     index: tuple[Index, ...] = ()  # along the leading axes
-    side: Side = "right"  # where the projector stands: update P, or P update
+    side: Side = "right"  # side of the projector: update P, or P update
     groups: int = 1  # of a convolution
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """the block's own names for x, delta, ... where it has several of them"""
+    """the block's names for x, delta, ... if it has several of each"""
 
     @property
     def name(self) -> str:
@@ -39,18 +39,18 @@ class Part:
         return f"{self.parameter}[{','.join(f'{i}' if isinstance(i, int) else f'{i[0]}:{i[1]}' for i in self.index)}]"
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The part of its parameter, or of anything in its shape: a view."""
+        """A view of the part in its parameter, or in any tensor of the same shape."""
         return parameter[tuple(i if isinstance(i, int) else slice(*i) for i in self.index)]
 
     def matrix(self, parameter: Tensor) -> Tensor:
-        """A view of the part as (groups, n, D), so that every projection is a product from the right."""
+        """The part as (groups, n, D), so that every projection multiplies from the right."""
         part = self.of(parameter)
         if self.side == "left":
             return (part.T if part.dim() == 2 else part[None])[None]
         return part.reshape(self.groups, part.shape[0] // self.groups, -1)
 
     def restored(self, matrix: Tensor, shape: torch.Size) -> Tensor:
-        """A matrix (groups, n, D) in the part's own shape."""
+        """The inverse of `matrix`: (groups, n, D) in the part's shape."""
         if self.side == "left":
             return (matrix[0].T if len(shape) == 2 else matrix[0, 0]).reshape(shape)
         return matrix.reshape(shape)
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Block(Source):
-    """A module with its parts. `hooks` registers hooks that show features, and returns their handles."""
+    """A module with its parts. `hooks` registers hooks that record features, and returns their handles."""
 
     name: str
     module: nn.Module
@@ -72,31 +72,31 @@ class Block(Source):
     def if_not_run(self) -> str:
         if self.selective:
             return ""
-        return f", or uses its weight without calling it; leave=('{self.name}',) leaves it out"
+        return f", or uses its weight without calling it; exclude it with leave=('{self.name}',)"
 
 
 BlockReader = Callable[[nn.Module, str], Block | None]
 BLOCK_READERS: Registry[BlockReader] = Registry("block reader", "mambacl.block_readers", old_group="mambacl.adapters")
-ADAPTERS = BLOCK_READERS  # what packages that register in the old group know it as
+ADAPTERS = BLOCK_READERS  # the old name, used by packages that register in the old group
 
 
 def plain_name(name: str) -> str:
-    """A name without what `torch.compile` puts into those of a module that it wraps."""
+    """A name without the prefix that `torch.compile` adds to the modules it wraps."""
     return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names that they have without `torch.compile`."""
+    """Parameters by the names they have without `torch.compile`."""
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The same of modules; the wrappers themselves are left out."""
+    """Modules by the names they have without `torch.compile`, without the wrappers themselves."""
     return {plain_name(name): module for name, module in model.named_modules() if not hasattr(module, "_orig_mod")}
 
 
 def shared_names(model: nn.Module) -> dict[str, list[str]]:
-    """For each parameter that several modules have in common, all its names."""
+    """All names of each parameter that several modules share."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) not in names.setdefault(id(parameter), []):
@@ -107,9 +107,9 @@ def shared_names(model: nn.Module) -> dict[str, list[str]]:
 def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
     """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them.
 
-    Other packages' readers are asked first. A block inside another one that has claimed its parameters is left
-    to that one. A plain layer whose weight has other users, such as an embedding, is none: what it multiplies is not
-    all that its weight does.
+    Other packages' readers are tried first. A block whose parameters belong to a block found earlier is skipped. A
+    plain layer that shares its weight, e.g. with an embedding, is skipped: its input is not all that the weight
+    multiplies.
     """
     from mambacl.nullspace.block_readers import BUILT_IN, plain_layer
 
@@ -141,7 +141,7 @@ def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
 
 
 def batched(rows: Tensor, batch: int | None) -> Tensor:
-    """Features as (images, tokens, channels); some modules are given them as (images x tokens, channels)."""
+    """Features as (images, tokens, channels); some modules get (images x tokens, channels)."""
     if rows.dim() == 2:
         return rows.unflatten(0, (batch or 1, -1))
     return rows.flatten(1, -2)

@@ -1,7 +1,7 @@
-"""Covariances of a block's features, one batch at a time: Q += J^T J of Algorithm 1 without ever holding J.
+"""Covariances of a block's features, one batch at a time: Q += J^T J of Algorithm 1 without storing J.
 
-A block shows its features as (images, tokens, channels): x, delta, dt, B, C, out; plain layers show `in`. `GRAMS` has,
-by the names that settings use, how each batch's share of a covariance follows from them.
+The features of a block are (images, tokens, channels): x, delta, dt, B, C, out; a plain layer's is `in`. `GRAMS` maps
+the feature names of settings to the functions that compute a batch's contribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def tokens(values: Tensor) -> tuple[Tensor, int]:
-    if values.dim() == 4:  # a convolution's windows (b, places, groups, values): a matrix for each group
+    if values.dim() == 4:  # a convolution's windows (b, positions, groups, values): one matrix per group
         rows = values.flatten(0, 1).transpose(0, 1)
         return (rows.mT @ rows if len(rows) > 1 else gram(rows)), rows.shape[1]
     return gram(values), values.shape[0] * values.shape[1]
@@ -33,13 +33,14 @@ def delta_x(x: Tensor, delta: Tensor) -> tuple[Tensor, int]:
 
 
 def delta_x_per_image(x: Tensor, delta: Tensor) -> tuple[Tensor, int]:
-    """M^T M of M = delta^T X for each image, summed; as X^T (delta delta^T) X, which is cheaper when tokens are few."""
+    """The sum over images of M^T M with M = delta^T X, as X^T (delta delta^T) X, which is cheaper for few tokens."""
     between_tokens = delta @ delta.mT  # (b, l, l)
     return torch.einsum("bld,ble->de", x, between_tokens @ x), x.shape[0] * delta.shape[-1]
 
 
 class Gram(NamedTuple):
-    """A feature of the settings: the features of a block that it is made of, and its J^T J with the rows of J."""
+    """A feature name of the settings: the block's features it needs, and a function that returns J^T J and the number
+    of rows of J."""
 
     inputs: tuple[str, ...]
     product: Callable[..., tuple[Tensor, int]]
@@ -57,7 +58,7 @@ GRAMS: dict[str, Gram] = {
 
 
 class Covariance(Accumulator):
-    """The uncentred covariance of a feature: the sum over all rows, or over batches of their mean."""
+    """The uncentred covariance of a feature: the sum over all rows, or the sum of each batch's mean."""
 
     def __init__(self, feature: str, inputs: Sequence[str], batch_mean: bool) -> None:
         super().__init__(inputs)

@@ -1,4 +1,4 @@
-"""A null space in words: what is trained, what is protected, and by what."""
+"""Describes a null space in words: what is trained, what is protected, and from which feature."""
 
 from collections.abc import Iterable, Mapping
 
@@ -36,7 +36,7 @@ def describe(setting: Setting, selection: Selection, named: Mapping[str, Tensor]
 
 
 def _how(setting: Setting) -> str:
-    """The choices that matter, and those that are not the usual ones."""
+    """The main options, and those that differ from the defaults."""
     how = f"eta {setting.eta}, rank by {setting.rank}"
     if setting.relax > 0:
         how += f", A relaxed by {setting.relax}"
@@ -49,7 +49,7 @@ def _how(setting: Setting) -> str:
 
 
 def what_is_protected(setting: Setting, tasks: int, decompositions: Iterable[Decomposition]) -> str:
-    """One line after a task, with advice where the rank rule leaves nearly all or nearly nothing free."""
+    """One line after a task, with advice if the rank rule leaves nearly everything or nearly nothing free."""
     sizes = sorted((one.protected, one.spectrum.numel()) for one in decompositions)
     if not sizes:
         return ""

@@ -1,9 +1,8 @@
 """The exact protection of A, element by element, and its bounded relaxation.
 
-exp(delta_t A) for old inputs stays the same only if A does, wherever delta was active: delta is positive and multiplies
-A element by element, so there is no direction to project onto. A `Box` says how far each value of A_log may move:
-nowhere where delta was active; by the relaxation's radius if one is wanted; freely where delta was not. The bound
-behind the radius is derived in docs/exact.md.
+Delta is positive and multiplies A element by element, so no direction of A is null: where delta was active,
+exp(delta_t A) stays the same for old inputs only if A does. A `Box` says how far each value of A_log can move: not at
+all where delta was active, or up to the relaxation's radius; freely where it was not. docs/exact.md derives the radius.
 """
 
 import math
@@ -16,18 +15,18 @@ from torch import Tensor
 
 from mambacl.nullspace.statistics import Accumulator
 
-ACTIVE = 1e-7  # float32 cannot tell a channel whose delta adds up to less over an image from one that stands still
-MARGIN = 0.25  # the bound holds for changes of A_log up to this
+ACTIVE = 1e-7  # if delta sums to less over an image, float32 cannot tell the decay from 1
+MARGIN = 0.25  # the bound holds for changes of A_log up to this size
 
 
 class Activity(Accumulator):
-    """The longest time of each channel, (d,): max over images of sum_t delta_t; and, for a relaxation, sums of squares
-    over all tokens of the sensitivity k (d, n) and of the scan's output y (d,)."""
+    """`time` of each channel, (d,): the maximum over images of sum_t delta_t. For a relaxation also the sums over all
+    tokens of k^2 (d, n), the sensitivity, and y^2 (d,), the scan's output."""
 
     largest = ("time",)
 
     def __init__(self, delta: str, scan: str, relaxed: bool) -> None:
-        """`delta`, `scan`: the block's names for them."""
+        """`delta`, `scan`: the block's names for these features."""
         super().__init__([scan if relaxed else delta])
         self.relaxed = relaxed
 
@@ -72,13 +71,13 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class Box:
-    """Where each value of A_log may be; both ends infinite where it is free."""
+    """The range of each value of A_log; infinite where it is free."""
 
     lower: Tensor
     upper: Tensor
 
     def within(self, other: "Box | None") -> "Box":
-        """What both allow."""
+        """The intersection of both."""
         if other is None:
             return self
         return Box(torch.maximum(self.lower, other.lower), torch.minimum(self.upper, other.upper))
@@ -91,12 +90,12 @@ class Box:
 
 
 def box(A_log: Tensor, totals: Mapping[str, Tensor], relax: float) -> Box:
-    """The box of one task, from the totals of its `Activity`: where delta was active, A_log stays, or moves so little
-    that no channel of the scan's output can change by more than the share `relax` of its norm."""
+    """The box of one task, from the totals of its `Activity`. Where delta was active, A_log is fixed, or moves so
+    little that no channel of the scan's output changes by more than the share `relax` of its norm."""
     a, column = A_log.double().exp(), (slice(None),) + (None,) * (A_log.dim() - 1)
     radius = torch.zeros_like(a)
     if relax > 0:
-        share = relax / A_log.shape[1]  # each state may cause as much
+        share = relax / A_log.shape[1]  # split evenly over the states
         bound = share * totals["y"][column].sqrt() / totals["k"].sqrt().clamp(min=torch.finfo(a.dtype).tiny)
         radius = bound.clamp(max=MARGIN)
     radius = torch.where(totals["time"][column] * a.clamp(min=1.0) > ACTIVE, radius, torch.inf)

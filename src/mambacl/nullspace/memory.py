@@ -1,5 +1,5 @@
-"""What a null space knows of finished tasks: their covariances and boxes, the decompositions in force, and the energy
-of the updates; where covariances are kept, and all of it as named tensors and back."""
+"""What a null space stores of finished tasks: covariances, boxes, decompositions and the energy of the updates; where
+covariances are kept, and the conversion to named tensors and back."""
 
 import itertools
 import tempfile
@@ -16,20 +16,20 @@ from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition, Key
 from mambacl.nullspace.selection import Protection
 
-COVARIANCE_FOLDER = "covariances-"  # its name begins so
+COVARIANCE_FOLDER = "covariances-"  # prefix of its name
 ENDS = ("lower", "upper")
 
 
 @dataclass
 class TaskStatistics:
-    """What a task adds: a covariance for each feature of each block, and a box for each part that is protected
+    """The statistics of a task: one covariance per feature of each block, and one box per part that is protected
     element by element."""
 
     covariances: dict[Key, Tensor] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
 
     def add_(self, other: "TaskStatistics") -> "TaskStatistics":
-        """Adds those of other tasks to this one, in place, so that memory holds no third copy."""
+        """Adds the statistics of other tasks, in place to avoid a third copy in memory."""
         for key, mine in self.covariances.items():
             mine.add_(other.covariances[key])
         self.boxes = {name: mine.within(other.boxes[name]) for name, mine in self.boxes.items()}
@@ -38,7 +38,7 @@ class TaskStatistics:
 
 @dataclass
 class Memory:
-    """`statistics`: of each task, if tasks are kept apart, or of all in one."""
+    """`statistics`: one entry per task if tasks are kept apart, otherwise one for all tasks."""
 
     tasks: int = 0
     statistics: list[TaskStatistics] = field(default_factory=list)
@@ -47,14 +47,14 @@ class Memory:
     decompositions: dict[Key, Decomposition] | None = None  # None: not decomposed yet
 
     def covariance(self, key: Key) -> Tensor:
-        """Of all tasks."""
+        """The sum over all tasks."""
         first, *rest = (one.covariances[key] for one in self.statistics)
         for other in rest:
             first = first + other
         return first
 
     def boxes(self) -> dict[str, Box]:
-        """What all tasks together allow."""
+        """The intersection of all tasks' boxes."""
         boxes: dict[str, Box] = {}
         for one in self.statistics:
             boxes = {name: box.within(boxes.get(name)) for name, box in one.boxes.items()}
@@ -62,7 +62,7 @@ class Memory:
 
 
 class CovarianceStore:
-    """Keeps covariances between tasks on the device, in the machine's memory, or memory-mapped on disk."""
+    """Stores covariances between tasks: on the device, in CPU memory, or memory-mapped on disk."""
 
     def __init__(self, place: str, device: torch.device, folder: Path | None) -> None:
         self.on_disk = place == "disk"
@@ -72,7 +72,7 @@ class CovarianceStore:
         self._numbers = itertools.count()
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A tensor with the same values that lives where the store keeps things."""
+        """Returns a copy of the tensor in the store, or the tensor itself if it is already in it."""
         if not self.on_disk:
             return tensor.to(self.device)
         if self._temporary is None:
@@ -89,7 +89,7 @@ class CovarianceStore:
 
 
 def to_tensors(memory: Memory, protections: Sequence[Protection], keep_tasks: bool) -> dict[str, Tensor]:
-    """By parameter name and rows. Parts that share a feature share its tensors."""
+    """The memory as tensors by parameter name and rows. Parts that share a feature share its tensors."""
     tensors = {"tasks": torch.tensor(memory.tasks)}
     if not memory.tasks:
         return tensors
@@ -117,7 +117,8 @@ def from_tensors(
     named: Mapping[str, Tensor],
     keep_tasks: bool,
 ) -> Memory:
-    """`named`: the model's parameters. Tensors of another model or setting are a `UserError`."""
+    """The inverse of `to_tensors`. `named`: the model's parameters. Raises `UserError` for the tensors of another model
+    or setting."""
     tasks = int(tensors.get("tasks", torch.tensor(0)))
     protections = protections if tasks else []
     suffixes = [_suffix(number, keep_tasks) for number in range(tasks if keep_tasks else min(tasks, 1))]
@@ -134,7 +135,7 @@ def from_tensors(
             covariance = own[f"covariance{suffix}"]
             known = one.covariances.setdefault(p.key, covariance)
             if known is not covariance and not torch.equal(known.cpu(), covariance.cpu()):
-                raise UserError(f"This null-space state is of another setting: {p.name} had another feature there.")
+                raise UserError(f"This null-space state was saved with another setting: {p.name} had another feature.")
         if not p.elementwise:
             decompositions[p.key] = Decomposition(own["spectrum"].cpu(), own["rank"].cpu(), own["basis"])
     energy = [{p.name: tensors[f"{p.name}.moved"][task].cpu() for p in protections} for task in range(tasks)]
@@ -148,7 +149,7 @@ def _suffix(task: int, keep_tasks: bool) -> str:
 def _shapes(
     protection: Protection, parameter: Tensor, suffixes: Sequence[str], tasks: int
 ) -> dict[str, tuple[int | None, ...]]:
-    """Of the tensors of a part, by the last word of their names; None is any number."""
+    """The shapes of a part's tensors, by the last word of their names; None stands for any size."""
     part, energy = protection.part, {"moved": (tasks, 4)}
     if protection.elementwise:
         shape = tuple(part.of(parameter).shape)
@@ -163,9 +164,9 @@ def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, Mapping[str, tu
     names = {"tasks"} | {f"{part}.{word}" for part, shapes in expected.items() for word in shapes}
     if differing := sorted(names ^ set(tensors)):
         shown = ", ".join(differing[:6]) + (", ..." if len(differing) > 6 else "")
-        raise UserError(f"This null-space state is of another model or setting; names on one side only: {shown}.")
+        raise UserError(f"This null-space state was saved with another model or setting; they differ in {shown}.")
     for part, shapes in expected.items():
         for word, shape in shapes.items():
             found = tensors[f"{part}.{word}"].shape
             if len(found) != len(shape) or any(a not in (b, None) for a, b in zip(shape, found, strict=True)):
-                raise UserError(f"This null-space state is of another model: {part} has another size there.")
+                raise UserError(f"This null-space state was saved with another model: {part} has another size.")

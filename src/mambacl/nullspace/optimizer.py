@@ -1,9 +1,8 @@
-"""Projecting the steps of any torch optimizer.
+"""Projects the steps of any torch optimizer.
 
-The optimizer computes its step as it always does. Around it, two of PyTorch's own hooks take a snapshot of the
-restricted parameters and then replace their change by the projected one, so that moments, fused kernels and weight
-decay stay the optimizer's. Copies of a parameter that an optimizer keeps in its state, such as the sequence z of
-schedule-free optimizers, are treated like the parameter.
+The optimizer computes its step as usual. Two PyTorch hooks take a snapshot of the restricted parameters before the step
+and replace their change by the projected one after it. Moments, fused kernels and weight decay remain the optimizer's.
+Copies of a parameter in the optimizer's state, such as z of schedule-free optimizers, are treated like the parameter.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ COPIES = ("z", "x")  # entries of a schedule-free optimizer's state that are par
 
 
 def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> None:
-    """From now on every step of the optimizer is restricted by the space's `projected_step` of that moment."""
+    """Makes every future step of the optimizer go through the space's current `projected_step`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"NullSpace.wrap takes a torch optimizer, got {type(optimizer).__name__}: give it the one that steps."
+            f"NullSpace.wrap needs a torch optimizer, got {type(optimizer).__name__}: pass the optimizer itself."
         )
 
     known: list[int] = []
     parameters: dict[str, Tensor] = {}
 
     def trained() -> dict[str, Tensor]:
-        """By name; groups may be added after the wrapping."""
+        """The optimizer's parameters by name; groups can be added after wrapping."""
         now = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if now != known:
             given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             found = {name: parameter for name, parameter in named_parameters(space.model).items() if parameter in given}
-            _warn_of_the_unprotected(space, [name for name in found if name not in parameters])
+            _warn_unprotected(space, [name for name in found if name not in parameters])
             parameters.clear()
             parameters.update(found)
             known[:] = now
@@ -48,13 +47,13 @@ def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> N
 
     if not any(part.parameter in trained() for _, part in space.selection.parts()):
         raise UserError(
-            "NullSpace.wrap got an optimizer without any parameter that it protects: build it from space.parameters()."
+            "NullSpace.wrap got an optimizer with none of the protected parameters: build it from space.parameters()."
         )
     keeps_copies = any("ScheduleFree" in kind.__name__ for kind in type(optimizer).__mro__)
     taken: dict[str, Snapshot] = {}
 
     def copies(word: str) -> dict[str, Tensor]:
-        """One that the first step makes begins as the parameter."""
+        """A copy that the first step creates starts as the parameter itself."""
         moving = {name: p for name, p in trained().items() if p.grad is not None}
         return {name: optimizer.state.get(p, {}).get(word, p) for name, p in moving.items()}
 
@@ -76,8 +75,8 @@ def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> N
     optimizer.register_step_post_hook(after_step)
 
 
-def _warn_of_the_unprotected(space: NullSpace, names: list[str]) -> None:
-    """Of parameters that an optimizer trains, those that are neither protected nor meant to be left."""
+def _warn_unprotected(space: NullSpace, names: list[str]) -> None:
+    """Warns of parameters that an optimizer trains but that are neither protected nor in `leave`."""
     selection = space.selection
     restricted = {part.parameter for _, part in selection.parts()} | set(selection.trained)
     free = [name for name in names if name not in restricted and not selection.leaves(name)]
@@ -85,15 +84,15 @@ def _warn_of_the_unprotected(space: NullSpace, names: list[str]) -> None:
     others = [name for name in free if not selection.is_new(name)]
     if new:
         logger.warning(
-            "The model has %d parameters that it did not have when the NullSpace was built (%s). They train freely, "
-            "neither projected nor reset. If that is meant, name the module they are in with leave=[...].",
+            "The model has %d new parameters since the NullSpace was built (%s). They train freely, neither projected "
+            "nor reset. If that is intended, name their module in leave=[...].",
             len(new),
             _shown(new),
         )
     if others:
         logger.warning(
-            "The optimizer also trains %d parameters of the model that are not protected (%s), and old outputs will "
-            "move with them: give it space.parameters(), or name a module that is meant so with leave=[...].",
+            "The optimizer also trains %d unprotected parameters of the model (%s), which changes old outputs: give it "
+            "space.parameters(), or if that is intended, name their module in leave=[...].",
             len(others),
             _shown(others),
         )

@@ -1,7 +1,7 @@
-"""What protecting a model will cost, before anything is trained: bytes by place, projection FLOPs, decomposition time.
+"""The cost of protecting a model, before training: bytes by place, projection FLOPs, decomposition time.
 
-Everything but the time follows from shapes. The time is that of one decomposition of each size, measured here and now,
-times their number.
+Everything but the time follows from shapes. The time is measured for one decomposition of each size and multiplied by
+their number.
 """
 
 import statistics
@@ -22,22 +22,22 @@ FLOAT32, FLOAT64 = 4, 8
 @dataclass(frozen=True)
 class Plan:
     blocks: int
-    widths: tuple[int, ...]  # of the SSMs, without repetitions
+    widths: tuple[int, ...]  # of the SSMs, without duplicates
     tokens: tuple[int, ...]
     matrices: dict[int, int]  # covariances to decompose, by size
-    projector_bytes: int  # bases on the device, for the share of protected directions assumed
-    dense_bytes: int  # the same as dense matrices, in the same precision
+    projector_bytes: int  # bases on the device, for the assumed share of protected directions
+    dense_bytes: int  # as dense matrices, in the same precision
     covariance_bytes: int  # kept between tasks, in float64
-    gathering_bytes: int  # those of one task, on the device while they are gathered
-    step_bytes: int  # on the device during a step: the parameters before it, and what is projected at once
-    file_bytes: int  # a run's file of the null space at the end of a task; it keeps two
-    projection_flops: int  # a step
+    gathering_bytes: int  # of one task, on the device while they are gathered
+    step_bytes: int  # on the device during a step: parameters before it and temporaries
+    file_bytes: int  # the null-space file of a run after a task; a run keeps two
+    projection_flops: int  # per step
     dense_flops: int
     covariances: str  # where they are kept
-    decomposition_seconds: float | None  # a task; None without a calibration
+    decomposition_seconds: float | None  # per task; None without a calibration
 
     def by_place(self) -> dict[str, int]:
-        """Bytes between tasks on the device, in the machine's memory and on disk (without a run's files)."""
+        """Bytes between tasks on the device, in CPU memory and on disk (without a run's files)."""
         places = {"device": self.projector_bytes, "cpu": 0, "disk": 0}
         places[self.covariances] += self.covariance_bytes
         return places
@@ -51,15 +51,15 @@ def make_plan(
     calibrate_on: torch.device | None = None,
     kernels: bool = False,
 ) -> Plan:
-    """`space` of a model, which may be on the meta device; `images`: one batch of their size; `protected`: the share of
-    directions assumed to be protected; `calibrate_on`: where to time the decomposition; `kernels`: whether a step is
-    projected by kernels, as on a GPU."""
+    """`space`: its model can be on the meta device; `images`: one batch of the right size; `protected`: the assumed
+    share of protected directions; `calibrate_on`: the device to time the decomposition on; `kernels`: whether kernels
+    project the steps, as on a GPU."""
     if not 0.0 <= protected <= 1.0:
         raise UserError(f"The protected share must lie between 0 and 1, got {protected}.")
     setting, named = space.setting, dict(space.model.named_parameters())
     itemsize = torch.empty(0, dtype=basis_dtype(space.model, setting.storage)).element_size()
     keys: dict[tuple[str, str], tuple[int, int]] = {}  # groups and size
-    together: dict[tuple[int, int, int], int] = {}  # values that are projected at once
+    together: dict[tuple[int, int, int], int] = {}  # values that one product projects
     working: dict[tuple[int, int, int], int] = {}
     flops = dense_flops = 0
     for protection in space.selection.projected():
@@ -70,7 +70,7 @@ def make_plan(
         dense_flops += 2 * groups * rows * size * size
         shape, kept = (groups, rows, size), _kept(size, protected)
         together[shape] = together.get(shape, 0) + groups * rows * size
-        # what the basis holds of the changes; and these, and the bases of the parts taken out of their stack
+        # Kernels need only the changes times the basis; otherwise also the changes and a copy of the bases.
         needed = rows * kept if kernels else rows * kept + rows * size + size * kept
         working[shape] = working.get(shape, 0) + groups * needed
     squares = sum(groups * size * size for groups, size in keys.values())
@@ -99,7 +99,7 @@ def make_plan(
 
 
 def _kept(size: int, protected: float) -> int:
-    """Columns of the basis: the smaller of the two spaces."""
+    """Columns of the basis, which spans the smaller of the two spaces."""
     count = round(protected * size)
     return min(count, size - count)
 
@@ -121,10 +121,10 @@ def _shapes(space: NullSpace, images: Tensor) -> tuple[list[int], list[int]]:
 def decomposition_seconds(
     matrices: dict[int, int], device: torch.device, rule: str = "energy:0.99", storage: torch.dtype = torch.float32
 ) -> float:
-    """Time of `decompose` for a covariance of each size, the median of a few, times their number."""
+    """The time to `decompose` all matrices: the median of a few runs per size, times their number."""
     total = 0.0
     for size, count in matrices.items():
-        groups = min(count, 256) if size <= 32 else 1  # the small matrices of depthwise convolutions go together
+        groups = min(count, 256) if size <= 32 else 1  # the small ones, of depthwise convolutions, in batches
         rows = torch.randn(groups, 2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         rows = rows.to(device) * torch.logspace(0, -3, size, dtype=torch.float64, device=device)
         covariance = rows.mT @ rows if groups > 1 else rows[0].T @ rows[0]
@@ -150,5 +150,5 @@ def paper_values(blocks: int, width: int, tokens: int) -> int:
 
 
 def paper_projector_bytes(blocks: int, width: int, tokens: int) -> int:
-    """The paper's estimate of what its dense projectors take on the GPU in half precision."""
+    """The paper's estimate of the GPU memory of its dense projectors in half precision."""
     return paper_values(blocks, width, tokens)  # half of the values, two bytes each

@@ -1,15 +1,15 @@
-"""The projected step: from parameters before and after an optimizer's step to the change that is allowed.
+"""The projected step: replaces the change of an optimizer's step by the allowed part of it.
 
     before = projected_step.snapshot(parameters)
-    ...                                             # the optimizer steps as it always does
-    before.restrict(parameters)                     # each change becomes what is allowed of it, in place
+    ...                                             # the optimizer steps as usual
+    before.restrict(parameters)                     # each change is restricted, in place
 
-Parts of parameters are restricted in one of three ways: `FixedParts` go back to where they were, `ClampedParts` stay in
-their boxes, and the change of `ProjectedParts` is multiplied by a projector. Parts of equal shape are stacked and
-projected by one batched product; `projectors.project_part` is the plain twin. On a GPU, the kernels of
-`projected_step_kernels` do the same in fewer passes.
+Parts of parameters are restricted in one of three ways: `FixedParts` are reset, `ClampedParts` stay in their boxes, and
+the change of `ProjectedParts` is multiplied by a projector. Parts of equal shape are stacked and projected by one
+batched product; `projectors.project_part` is the plain twin. On a GPU, the kernels of `projected_step_kernels` do the
+same in fewer passes.
 
-On the way the squared norm of each update, and of its share in protected directions, is added up.
+The squared norms of each update, and of its share in protected directions, are added up along the way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +25,22 @@ from mambacl.nullspace.projectors import Decomposition
 from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel
 
-ALIGNED = 16  # columns: a GPU multiplies matrices faster whose rows begin where it loads four numbers at once, and
-# Triton compiles a kernel again for numbers that are no multiple of 16
-PADDING = 2.0  # a basis is stacked with others up to this many times as wide: fewer stacks are fewer kernels
-MOST_ADDRESSES = 16  # an optimizer may keep copies of its parameters, each at another place
+# Bases are padded to a multiple of this many columns: a GPU multiplies aligned rows faster, and Triton would compile a
+# kernel again for other widths.
+ALIGNED = 16
+PADDING = 2.0  # a stack's widest basis has at most this many times the columns of its narrowest
+MOST_ADDRESSES = 16  # cached per `PartViews`: optimizers can keep copies of their parameters
 CARRIED = "carried."
 Tensors = Mapping[str, Tensor]  # parameters by name
-Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # where parameters lie, and how
+Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # addresses, dtypes and strides
 
 
 class ProjectedStep:
-    """All that restricts the updates of a model between two consolidations."""
+    """The restrictions on a model's updates between two consolidations."""
 
     def __init__(self, constraints: "Sequence[FixedParts | ClampedParts | ProjectedParts]" = ()) -> None:
         self.constraints = list(constraints)
-        self.carried: dict[str, Tensor] = {}  # energy of this task's updates from before a merge
+        self.carried: dict[str, Tensor] = {}  # energy of this task's updates before a merge or `forget`
         self._counted = {
             part.name: (constraint, number)
             for constraint in self.constraints
@@ -49,7 +50,7 @@ class ProjectedStep:
 
     @torch.no_grad()
     def snapshot(self, tensors: Tensors) -> "Snapshot":
-        """The restricted parts as they are now. Parts of parameters that are not given are left out."""
+        """Copies the current values of the restricted parts in `tensors`; other parts are skipped."""
         found = []
         for constraint in self.constraints:
             present = [i for i, part in enumerate(constraint.parts) if part.parameter in tensors]
@@ -58,7 +59,7 @@ class ProjectedStep:
         return Snapshot(found)
 
     def project(self, before: Tensors, after: Tensors, *, counted: bool = True) -> None:
-        """Replaces the change of parameters from `before` to `after`, in place, by what is allowed of it."""
+        """Replaces the change from `before` to `after`, in place, by the allowed part of it."""
         self.snapshot(before).restrict(after, counted=counted)
 
     def decomposition(self, part: str) -> Decomposition:
@@ -67,25 +68,25 @@ class ProjectedStep:
         return constraint.bases.decomposition(constraint.places[number])
 
     def boxes(self) -> dict[str, Box]:
-        """Where each part that is protected element by element may be."""
+        """The box of each part that is protected element by element."""
         clamped = [constraint for constraint in self.constraints if isinstance(constraint, ClampedParts)]
         return {part.name: Box(c.lower[i], c.upper[i]) for c in clamped for i, part in enumerate(c.parts)}
 
     def update_energy(self) -> dict[str, Tensor]:
-        """By part, sums over steps of the squared norms of the optimizer's update, of its share in protected
-        directions, of the update applied, and of that one's share: (4,) each."""
+        """By part, (4,): sums over steps of the squared norms of the optimizer's update, of its share in protected
+        directions, of the applied update, and of its share in protected directions."""
         rows = {name: constraint.update_energy(i).cpu() for name, (constraint, i) in self._counted.items()}
         for name, row in self.carried.items():
             rows[name] = rows[name] + row if name in rows else row
         return rows
 
     def nbytes(self) -> int:
-        """Of the bases, which projecting needs at hand."""
+        """Bytes of the bases."""
         projected = [constraint for constraint in self.constraints if isinstance(constraint, ProjectedParts)]
         return sum({id(c.bases): c.bases.basis.nbytes for c in projected}.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What changes with each step: the energies so far."""
+        """The energies so far, which change with each step."""
         energies = {name: constraint.energy[number] for name, (constraint, number) in self._counted.items()}
         return {**energies, **{f"{CARRIED}{name}": row for name, row in self.carried.items()}}
 
@@ -98,19 +99,19 @@ class ProjectedStep:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Restricted parts before a step: by constraint, which of its parts, and their values."""
+    """Restricted parts before a step: for each constraint, the indices of its parts and their values."""
 
     found: "Sequence[tuple[FixedParts | ClampedParts | ProjectedParts, list[int], Any]]"
 
     @torch.no_grad()
     def restrict(self, tensors: Tensors, *, counted: bool = True) -> None:
-        """Replaces the change since then, in place, by what is allowed of it."""
+        """Replaces the change since the snapshot, in place, by the allowed part of it."""
         for constraint, present, before in self.found:
             constraint.restrict(tensors, present, before, counted)
 
 
 class FixedParts:
-    """Parts, and whole parameters, that do not train."""
+    """Parts and entire parameters that do not train."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
@@ -124,8 +125,8 @@ class FixedParts:
 
 
 class ClampedParts:
-    """Parts of A_log, of one shape, that stay in their boxes; with eta below 1 and no relaxation they move by (1 - eta)
-    of their step."""
+    """Parts of A_log of one shape that stay in their boxes; without relaxation, protected values move by (1 - eta)
+    times their step."""
 
     def __init__(self, parts: Sequence[Part], boxes: Sequence[Box], eta: float, relaxed: bool) -> None:
         self.parts, self.eta, self.relaxed = list(parts), eta, relaxed
@@ -145,10 +146,10 @@ class ClampedParts:
         new, old, protects = torch.stack(views), before, self.protects[chosen]
         if self.relaxed:
             lower, upper = self.lower[chosen], self.upper[chosen]
-            allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # boxes that do not meet hold A still
+            allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # an empty box fixes A
         else:
             allowed = torch.where(protects, old + (1 - self.eta) * (new - old), new)
-        if counted:  # of a relaxed part, what is protected is what lies outside of its box
+        if counted:  # for a relaxed part, the protected share is what its box cuts off
             change, applied = new - old, allowed - old
             outside, let_through = (
                 (change - applied, 0 * applied) if self.relaxed else (change * protects, applied * protects)
@@ -162,17 +163,17 @@ class ClampedParts:
 
 
 class ProjectedParts:
-    """Parts of equal shape, each with one of some stacked bases. `backend`: whether kernels project them, `auto` where
-    they serve, or `triton` or `plain`."""
+    """Parts of equal shape, each with one of the stacked bases. `backend`: `auto` (kernels if they can run), `triton`
+    or `plain`."""
 
     backend = "auto"
 
     def __init__(self, parts: Sequence[Part], places: Sequence[int], bases: "StackedBases") -> None:
-        """`places`: of the parts' bases in the stack."""
+        """`places`: the index of each part's basis in the stack."""
         self.parts, self.places, self.bases = list(parts), list(places), bases
         groups, device = bases.basis.shape[1], bases.basis.device
         self.energy = torch.zeros(len(parts), groups, 2, dtype=torch.float64, device=device)
-        """(parts, groups, 2): sums of squares of the updates, and of what the basis holds of them"""
+        """(parts, groups, 2): sums of squares of the updates, and of their components in the basis"""
         self.matrices, self._shaped = PartViews(self.parts, Part.matrix), PartViews(self.parts, Part.of)
         self._numbers: Tensor | None = None
 
@@ -193,14 +194,15 @@ class ProjectedParts:
         torch._foreach_copy_(views, shaped)
 
     def _project_(self, changes: Tensor, present: list[int], counted: bool) -> Tensor:
-        """Projects changes (parts, groups, n, D), in place. Bases kept in half precision are brought up for it."""
+        """Projects changes (parts, groups, n, D), in place, in at least float32 even if bases are stored in half
+        precision."""
         all_present = len(present) == len(self.parts)
         every_basis = all_present and self.places == list(range(len(self.bases.basis)))
         chosen = slice(None) if every_basis else self._bases_of(None if all_present else present)
         stacked = (self.bases.basis, self.bases.identity, self.bases.factor)
         V, identity, factor = (t.flatten(0, 1)[chosen].to(changes.dtype) for t in stacked)
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
-        with float32_products(tf32=False):  # an update projected to three digits would change the rest from the fourth
+        with float32_products(tf32=False):  # TF32's three digits would leak into protected directions
             inside = flat @ V
             if counted:
                 norms = [torch.linalg.vector_norm(t, dim=(1, 2)) for t in (flat, inside)]
@@ -213,7 +215,7 @@ class ProjectedParts:
         return changes
 
     def _bases_of(self, present: list[int] | None = None) -> Tensor:
-        """Numbers of the parts' bases, group by group; on the device, where a recorded step can read them."""
+        """Indices of the parts' bases, group by group; on the device, so that a CUDA graph can read them."""
         device, groups = self.bases.basis.device, self.bases.basis.shape[1]
         if present is None and self._numbers is not None and self._numbers.device == device:
             return self._numbers
@@ -224,7 +226,7 @@ class ProjectedParts:
         return numbers
 
     def _restrict_by_kernels(self, tensors: Tensors, before: Tensor, counted: bool) -> bool:
-        """Does by kernels, where they serve, what `_project_` does; says whether they did."""
+        """Does what `_project_` does with kernels, if they can run; returns whether they did."""
         bases = self.bases
         simple = before.dtype == bases.identity.dtype == torch.float32 and bases.basis.shape[-1] > 0
         if not (simple and takes_kernel(before, self.backend)):
@@ -238,7 +240,7 @@ class ProjectedParts:
             found.addresses, found.strides, before.flatten(0, 1), bases.basis.flatten(0, 1), self._bases_of(),
             bases.widths, bases.identity, bases.factor, self.energy.view(-1, 2) if counted else None,
         )  # fmt: skip
-        torch.autograd.graph.increment_version(self.matrices(tensors))  # as everything does that changes a tensor
+        torch.autograd.graph.increment_version(self.matrices(tensors))  # as every in-place operation does
         return True
 
     def update_energy(self, number: int) -> Tensor:
@@ -280,7 +282,7 @@ class StackedBases:
         """(stacked, groups): columns of each basis before the padding"""
 
     def to(self, device: torch.device) -> None:
-        """Moves to where the parameters are now."""
+        """Moves to the device of the parameters."""
         _to(self, device, "basis", "identity", "factor", "holds_null_space", "widths")
 
     def decomposition(self, place: int) -> Decomposition:
@@ -298,7 +300,7 @@ def projected_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[ProjectedParts]:
-    """`uses`: for each projector, the parts whose updates it projects; `shapes`: of their parameters."""
+    """Stacks bases and parts. `uses`: for each decomposition, the parts it projects; `shapes`: of their parameters."""
     alike: dict[tuple[int, int], list[tuple[Decomposition, Sequence[Part]]]] = {}
     for decomposition, parts in uses:
         size, groups = decomposition.spectrum.shape[-1], decomposition.ranks.numel()
@@ -318,7 +320,7 @@ def projected_parts(
 def _by_shape(
     users: Sequence[Sequence[Part]], bases: StackedBases, shapes: Mapping[str, torch.Size]
 ) -> list[ProjectedParts]:
-    """The parts that use each basis of a stack, put together by shape; two of one shape that share a basis apart."""
+    """Groups the parts of a stack by shape; parts of one shape that share a basis go into different groups."""
     together: dict[tuple[int | str, ...], list[tuple[Part, int]]] = {}
     for place, parts in enumerate(users):
         seen: dict[tuple[int, ...], int] = {}
@@ -330,7 +332,7 @@ def _by_shape(
 
 
 def clamped_parts(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, relaxed: bool) -> list[ClampedParts]:
-    """One for each shape."""
+    """One `ClampedParts` per shape."""
     alike: dict[torch.Size, list[Part]] = {}
     for part in parts:
         alike.setdefault(boxes[part.name].lower.shape, []).append(part)
@@ -345,25 +347,24 @@ def _to(holder: object, device: torch.device, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where matrices lie, on their device, and how far apart their rows and columns are: what a kernel needs to find
-    them."""
+    """The addresses of matrices, on their device, and the strides of their rows and columns."""
 
     addresses: Tensor
     strides: tuple[int, int]
 
 
 class PartViews:
-    """Views of some parts of parameters, made again only when the parameters are others than last time."""
+    """Views of parts of parameters, cached until the parameters are different tensors."""
 
     def __init__(self, parts: Sequence[Part], view: Callable[[Part, Tensor], Tensor]) -> None:
         self.parts, self.view = parts, view
         self._of: Placement = ()
         self._views: list[Tensor] = []
         self._addresses: dict[Placement, Addresses] = {}
-        self._recorded: list[Addresses] = []  # a CUDA graph reads them for as long as it lives
+        self._recorded: list[Addresses] = []  # kept alive: a CUDA graph reads them
 
     def __call__(self, tensors: Tensors, present: Sequence[int] | None = None) -> list[Tensor]:
-        """Of all parts, or of those whose parameters are `present`."""
+        """The views of all parts, or of those with an index in `present`."""
         if present is not None and len(present) < len(self.parts):
             some = [self.parts[i] for i in present]
             return [self.view(part, tensors[part.parameter].detach()) for part in some]
@@ -371,14 +372,14 @@ class PartViews:
         placement = tuple((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in given)
         if placement != self._of:
             views = [self.view(part, tensor.detach()) for part, tensor in zip(self.parts, given, strict=True)]
-            if not all(map(_shares_memory, views, given)):  # of a weight in another layout, a matrix is a copy
+            if not all(map(_shares_memory, views, given)):  # `matrix` copies a weight that is not contiguous
                 return views
             self._of, self._views = placement, views
         return self._views
 
     def addresses(self, tensors: Tensors) -> Addresses | None:
-        """Of views (groups, n, D), an address for each group; None where they are no views, not of float32, or laid
-        out each in its own way."""
+        """One address per group of the views (groups, n, D); None if they are copies, not float32, or differ in their
+        strides."""
         views = self(tensors)
         if views is not self._views:
             return None
@@ -400,7 +401,7 @@ class PartViews:
 
 
 def _recording(tensor: Tensor) -> bool:
-    """Whether what reads it now goes into a CUDA graph."""
+    """Whether a CUDA graph is being captured on the tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

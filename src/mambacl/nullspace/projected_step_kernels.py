@@ -1,23 +1,22 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
-"""Projecting the updates of equally large matrices in two Triton kernels: the fast twin of
-`ProjectedParts._project_`.
+"""Projects the updates of matrices of one shape with two Triton kernels: the fast twin of `ProjectedParts._project_`.
 
 With W0 the matrices before a step, W after it, and V a basis:
 
     inside = (W - W0) V,   W <- W0 + identity (W - W0) + factor inside V^T
 
-Nothing as large as a parameter is written but the result: `_inside` leaves as many columns as a basis has, and the sums
-of squares that are counted, tile by tile. The matrices are found by their addresses, wherever they lie.
+The only output of a parameter's size is the result: `_inside` writes as many columns as a basis has, and the sums of
+squares per tile. The kernels get the addresses of the matrices, which need not be in one tensor.
 
-A GPU's fast products take numbers of eleven bits. Each number is taken as two of them, the second being what the first
-leaves, and three of the four products are added up (`tf32x3`): as exact as a product of float32, and faster. Triton
-adds up a few terms there and the rest in float32; to add up all of them there costs a digit, as these products round
-towards zero. They want the axis that is summed over to be the contiguous one of what they multiply by, which is why
-`_inside` computes its transpose.
+A GPU's tensor cores multiply TF32 numbers with eleven bits. `tf32x3` splits each number into two such parts and adds
+three of the four products, which is as accurate as float32 and faster. Triton adds up a few terms in the tensor core
+and the rest in float32; adding all of them in the tensor core, which rounds towards zero, would cost a digit. Tensor
+cores need the summed axis of their second operand to be contiguous, which is why `_inside` computes its transpose.
 
-How many columns a basis has changes with every task. It is given as a number when a kernel runs, not when it is
-compiled, so that each shape of a parameter is compiled once; and each basis is multiplied by as many columns as it has
-itself, whatever it was padded to.
+The number of columns of a basis changes with every task. It is a run-time argument, so each parameter shape is compiled
+once. Each basis is multiplied by its actual columns only, without the padding.
+
+The mask `there` marks the elements that exist.
 """
 
 import torch
@@ -30,7 +29,7 @@ from mambacl.ops.kernels.launch import as_exact_as_float32, launch
 
 @triton.jit
 def _tile(pid, n_rows: tl.constexpr, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's matrix, its tile's rows, and the number of its first column."""
+    """The index of a program's matrix, the rows of its tile, and its first column."""
     across = (n_columns + COLUMNS - 1) // COLUMNS
     tiles = (n_rows + ROWS - 1) // ROWS * across
     tile = pid % tiles
@@ -43,7 +42,7 @@ def _inside(
     addresses, old, basis, bases, widths, inside, sums, r, n: tl.constexpr, D: tl.constexpr, row: tl.constexpr,
     column: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """inside (matrices, n, r); sums (matrices x tiles, 2), of squares."""
+    """inside (matrices, n, r); sums of squares (matrices x tiles, 2)."""
     pid = tl.program_id(0)
     matrix, rows, start_column = _tile(pid, n, r, ROWS, COLUMNS)
     rows, columns = rows[None, :], (start_column + tl.arange(0, COLUMNS))[:, None]
@@ -54,7 +53,7 @@ def _inside(
     basis += base * D * r
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     squares = tl.zeros([SUMMED, ROWS], tl.float32)
-    length = tl.where(first | (start_column < own), D, 0)  # the first tile of some rows also adds up their squares
+    length = tl.where(first | (start_column < own), D, 0)  # the first tile of each row also sums the squares
     for start in range(0, length, SUMMED):
         k = start + tl.arange(0, SUMMED)
         there = (rows < n) & (k < D)[:, None]
@@ -99,9 +98,9 @@ def project_(
     addresses: Tensor, strides: tuple[int, int], old: Tensor, basis: Tensor, bases: Tensor, widths: Tensor,
     identity: Tensor, factor: Tensor, energy: Tensor | None,
 ) -> None:  # fmt: skip
-    """Projects in place what lies at `addresses`, one for each of old's matrices (matrices, n, D), rows and columns
-    `strides` apart. basis (bases, D, r), of which widths (bases,) columns are in use; identity, factor (bases,);
-    `bases`: of each matrix. The sums of squares are added to energy (matrices, 2)."""
+    """Projects, in place, the matrices at `addresses` with row and column `strides`. old (matrices, n, D): their values
+    before the step; basis (bases, D, r), with widths (bases,) columns in use; identity, factor (bases,); `bases`: the
+    index of each matrix's basis. Adds the sums of squares to energy (matrices, 2)."""
     matrices, n, size = old.shape
     rank = basis.shape[-1]
     sizes = {"n": n, "D": size, "row": strides[0], "column": strides[1]}

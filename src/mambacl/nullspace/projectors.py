@@ -1,8 +1,8 @@
 """From a covariance to the projection of an update, eta H + (1 - eta) I with H = U U^T.
 
-U spans the null directions. H is kept by the smaller of the two spaces: with V spanning the others, U U^T = I - V
-V^T. Either way the projection is `identity` I + `factor` V V^T for one orthonormal basis V. A convolution of several
-groups has a covariance, and so a basis, for each of them: everything here may have a leading axis of groups.
+U spans the null directions. H is stored as a basis of the smaller of the two spaces: if V spans the others, U U^T =
+I - V V^T. Either way the projection is `identity` I + `factor` V V^T for one orthonormal basis V. A convolution with
+several groups has one covariance and one basis per group: everything here can have a leading axis of groups.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from mambacl.nullspace.blocks import Part, Side
 from mambacl.nullspace.ranks import as_spectrum, null_ranks
 
-Key = tuple[str, str]  # a block, and a feature of it
-SMALL = 512  # values of a feature up to which covariances are decomposed together on a GPU
-AT_A_TIME = 4  # larger ones
+Key = tuple[str, str]  # a block and one of its features
+SMALL = 512  # largest size of covariances that are decomposed in one batch on a GPU
+AT_A_TIME = 4  # larger ones decomposed concurrently
 
 
 @dataclass(frozen=True)
 class Projector:
-    basis: Tensor  # (D, r) or (groups, D, r): orthonormal columns, and zeros where a group has fewer of them
+    basis: Tensor  # (D, r) or (groups, D, r): orthonormal columns, padded with zeros
     identity: Tensor | float  # numbers, or (groups, 1, 1)
     factor: Tensor | float
 
@@ -42,15 +42,15 @@ class Projector:
 
 
 def project_part(before: Tensor, after: Tensor, part: Part, projector: Projector) -> None:
-    """Replaces a part's change, in place, by its projection: the plain twin of `ProjectedStep.project`."""
+    """Replaces a part's change by its projection, in place: the plain twin of `ProjectedStep.project`."""
     old, place = part.matrix(before), part.of(after)
-    projected = old + projector.apply(part.matrix(after) - old, "right")  # as matrices, every part has it on the right
+    projected = old + projector.apply(part.matrix(after) - old, "right")  # `matrix` puts it on the right
     place.copy_(part.restored(projected, place.shape))
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The spectrum of a covariance, descending, the number of null directions, and the basis of the smaller space."""
+    """The descending spectrum of a covariance, the number of null directions, and a basis of the smaller space."""
 
     spectrum: Tensor  # (D,) or (groups, D)
     ranks: Tensor  # () or (groups,)
@@ -58,7 +58,7 @@ class Decomposition:
 
     @property
     def rank(self) -> int:
-        """Null directions; of several groups, the sum."""
+        """Number of null directions, summed over groups."""
         return int(self.ranks.sum())
 
     @property
@@ -82,12 +82,12 @@ class Decomposition:
 
 
 def basis_dtype(model: nn.Module, storage: str) -> torch.dtype:
-    """In which bases are kept: models in float64 keep them so."""
+    """The dtype of stored bases: float64 for models in float64, otherwise the setting's `storage`."""
     return torch.float64 if next(model.parameters()).dtype == torch.float64 else getattr(torch, storage)
 
 
 def holds_null_space(ranks: Tensor, size: int) -> Tensor:
-    """Whether the kept basis spans the null directions rather than the others: the fewer of them."""
+    """Whether the stored basis spans the null directions: it does if they are the smaller space."""
     return ranks < size - ranks
 
 
@@ -98,8 +98,8 @@ def decompose(
     storage: torch.dtype = torch.float64,
     together: bool = False,
 ) -> list[Decomposition]:
-    """`eigh` in float64 of each covariance, and the ranks by the rule, which sees the spectra in the precision given;
-    bases in that of the storage."""
+    """Decomposes each covariance by `eigh` in float64. The rank rule gets the spectra in `precision`; bases are stored
+    in `storage`."""
     solved = _eigh(covariances)  # ascending: null directions first
     spectra = [as_spectrum(eigenvalues).cpu() for eigenvalues, _ in solved]
     single = [row for spectrum in spectra for row in spectrum.to(precision).reshape(-1, spectrum.shape[-1])]
@@ -119,11 +119,11 @@ def decompose_features(
     storage: torch.dtype,
     together: bool,
 ) -> dict[Key, Decomposition]:
-    """The decomposition of each feature's covariance. They are asked for when their turn comes, as they may be large
-    and on disk. With `together`, the rule sees the spectra of a feature in all blocks at once."""
+    """Decomposes each feature's covariance. Covariances are loaded when needed, because they can be large and on disk.
+    With `together`, the rank rule is applied to the spectra of a feature in all blocks at once."""
     batches: dict[object, list[Key]] = {}
     for number, key in enumerate(keys):
-        shape = sizes(key)  # small ones of a shape at once, large ones a few at a time
+        shape = sizes(key)  # small ones of one shape in one batch, large ones a few at a time
         one_by_one = shape if shape[-1] <= SMALL else number // AT_A_TIME
         batches.setdefault(key[1] if together else one_by_one, []).append(key)
     found: dict[Key, Decomposition] = {}
@@ -134,33 +134,34 @@ def decompose_features(
 
 
 def _eigh(covariances: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Small ones of one shape all at once: a GPU takes longer to be told about each than to solve it."""
+    """Small matrices of one shape are solved in one batch, because launching each takes longer than solving it. Large
+    ones run on several streams of a GPU."""
     first = covariances[0]
     if first.is_cuda and first.shape[-1] <= SMALL and all(c.shape == first.shape for c in covariances):
         values, vectors = torch.linalg.eigh(torch.stack([c.double() for c in covariances]))
         return list(zip(values.unbind(0), vectors.unbind(0), strict=True))
     if first.is_cuda and len(covariances) > 1:
-        torch.linalg.eigh(torch.ones(1, 1, dtype=torch.float64, device=first.device))  # threads cannot load it at once
-        here = torch.cuda.current_stream(first.device)  # a thread would find its own
+        torch.linalg.eigh(torch.ones(1, 1, dtype=torch.float64, device=first.device))  # threads cannot load the solver
+        main = torch.cuda.current_stream(first.device)  # read here: each thread has its own current stream
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            return list(threads.map(_eigh_beside, covariances, cycle(_streams(first.device)), repeat(here)))
+            return list(threads.map(_eigh_on, covariances, cycle(_streams(first.device)), repeat(main)))
     return [torch.linalg.eigh(covariance.double()) for covariance in covariances]
 
 
 @cache
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Always the same ones: memory that was used on one stays with it."""
+    """Cached, because PyTorch's allocator keeps memory per stream."""
     return [torch.cuda.Stream(device) for _ in range(AT_A_TIME)]
 
 
-def _eigh_beside(covariance: Tensor, stream: torch.cuda.Stream, here: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
-    """On a stream beside the present one: one alone leaves most of a GPU idle."""
-    stream.wait_stream(here)
+def _eigh_on(covariance: Tensor, stream: torch.cuda.Stream, main: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
+    """`eigh` on a given stream; a single decomposition leaves most of a GPU idle."""
+    stream.wait_stream(main)
     with torch.cuda.stream(stream):
         values, vectors = torch.linalg.eigh(covariance.double())
     stream.synchronize()
     for tensor in (values, vectors):
-        tensor.record_stream(here)
+        tensor.record_stream(main)
     return values, vectors
 
 
@@ -177,7 +178,7 @@ def _chosen(spectrum: Tensor, ranks: list[int], vectors: Tensor, storage: torch.
 
 
 def dense_projector(covariance: Tensor, rank: int, eta: float, scaling: str) -> Tensor:
-    """The textbook twin: the dense matrix by SVD, as the paper writes it."""
+    """The textbook twin of `Projector`: the dense matrix by SVD, as in the paper."""
     U, _, _ = torch.linalg.svd(covariance.double())
     null = U[:, U.shape[1] - rank :]
     H = null @ null.T

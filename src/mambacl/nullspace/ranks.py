@@ -1,4 +1,4 @@
-"""How many directions of a spectrum count as null: the rules, by name.
+"""The rank rules: how many directions of a spectrum count as null.
 
 A spectrum is descending and non-negative: the eigenvalues of an uncentred covariance (its singular values are the
 same).
@@ -22,20 +22,19 @@ Spectrum = NDArray[np.floating]
 
 
 def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
-    """R, the number of trailing directions that count as null, by one of the rules:
+    """R, the number of trailing directions that count as null, by one of these rules:
 
     - "corner": the paper's formula, R = J - argmax_j (l_{j-1} - 2 l_j + l_{j+1}); the corner itself counts as null
-    - "smoothed-corner": what the public code does, in the precision of the spectrum given (the public code's is
-    float32)
-    - "energy:0.99": all but the leading directions that hold that share of the trace
-    - "fraction:0.5": that share of the directions
-    - "tolerance:1e-12": those whose eigenvalue is at most that share of the largest, zero but for rounding
+    - "smoothed-corner": as in the public code, in the precision of the spectrum (float32 in the public code)
+    - "energy:0.99": all but the leading directions that hold this share of the trace
+    - "fraction:0.5": this share of the directions
+    - "tolerance:1e-12": directions whose eigenvalue is at most this share of the largest, i.e. zero up to rounding
 
-    All directions of a spectrum of zeros are null, except by "fraction".
+    In a spectrum of zeros all directions are null, except with "fraction".
     """
     values = _values(spectrum)
     if values.ndim != 1 or len(values) == 0:
-        raise UserError(f"A spectrum is a vector with at least one value, got shape {values.shape}.")
+        raise UserError(f"A spectrum must be a vector with at least one value, got shape {values.shape}.")
     if not np.isfinite(values).all():
         raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
     count = parse_rule(rule)
@@ -43,17 +42,17 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
 
 
 def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool = False) -> list[int]:
-    """The ranks of several spectra: each by itself, or `together`, by one threshold for all of them, each taken
-    relative to its trace.
+    """The ranks of several spectra: each separately or, with `together`, by one threshold for all, relative to their
+    traces.
 
-    A spectrum without any corner, where the paper's formula would protect a single direction, is protected whole.
+    A flat spectrum has no corner, and the paper's formula would protect a single direction; here all are protected.
     """
     if not together or rule.startswith("fraction"):
         return [0 if rule == "corner" and _flat(spectrum) else null_rank(spectrum, rule) for spectrum in spectra]
     arrays = [_values(spectrum) for spectrum in spectra]
     if not all(np.isfinite(values).all() for values in arrays):
         raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
-    ranks = [len(values) for values in arrays]  # of zeros, all is null
+    ranks = [len(values) for values in arrays]  # all null for a spectrum of zeros
     some = [number for number, values in enumerate(arrays) if values.any()]
     if not some:
         return ranks
@@ -70,13 +69,13 @@ def _values(spectrum: Tensor | Spectrum) -> Spectrum:
 
 
 def _flat(spectrum: Tensor | Spectrum) -> bool:
-    """All values alike, to rounding, and not zero."""
+    """Whether all values are equal, up to rounding, and not zero."""
     high, low = float(spectrum[0]), float(spectrum[-1])
     return high > 0 and high - low <= 1e-6 * high
 
 
 def parse_rule(rule: str) -> Callable[[Spectrum], int]:
-    """The function behind a rule's name; a wrong name or share is a `UserError`."""
+    """The function of a rank rule. Raises `UserError` for a wrong name or share."""
     name, share = parse_rank(rule)
     if share is None:
         return RULES[name]
@@ -90,9 +89,9 @@ def corner(spectrum: Spectrum) -> int:
 
 
 def smoothed_corner(spectrum: Spectrum) -> int:
-    """From 128 values on, the corner of the smoothed spectrum, away from both ends; then a rule for ties.
+    """The corner of the spectrum; from 128 values on, of the smoothed spectrum and away from both ends.
 
-    The corner's value is the threshold, and the null directions start at the *last* index that reaches it.
+    The value at the corner is the threshold; null directions start at the *last* index that reaches it.
     """
     length = len(spectrum)
     if length < 3:
@@ -138,8 +137,8 @@ def second_difference(values: Spectrum) -> Spectrum:
 
 
 def gaussian_filter(values: Spectrum, sigma: float) -> Spectrum:
-    """Gaussian smoothing cut off at four deviations, mirrored at the ends; summed in float64, kept in the input's
-    precision."""
+    """Gaussian smoothing, cut off at four standard deviations and mirrored at the ends. Computed in float64, returned
+    in the input's dtype."""
     radius = int(4.0 * sigma + 0.5)
     offsets = np.arange(-radius, radius + 1)
     kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
@@ -148,5 +147,5 @@ def gaussian_filter(values: Spectrum, sigma: float) -> Spectrum:
 
 
 def as_spectrum(eigenvalues: Tensor) -> Tensor:
-    """Ascending eigenvalues, with the rounding below zero removed, as a descending spectrum."""
+    """Turns ascending eigenvalues into a descending spectrum, with negative rounding errors set to zero."""
     return eigenvalues.flip(-1).clamp(min=0)

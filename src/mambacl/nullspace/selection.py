@@ -1,4 +1,4 @@
-"""What of a model trains, and what of it is protected by which feature, under a setting."""
+"""Selects, for a setting, the parameters of a model that train, and those protected with their features."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ ELEMENTWISE = "delta-elementwise"
 
 @dataclass(frozen=True)
 class Protection:
-    """A part whose updates are restricted by a feature of its block."""
+    """A part whose updates a feature of its block restricts."""
 
     block: str
     part: Part
-    feature: str  # as settings call it
-    inputs: tuple[str, ...]  # the block's names for what the feature is made of
+    feature: str  # its name in settings
+    inputs: tuple[str, ...]  # the block's names for the inputs of the feature
 
     @property
     def name(self) -> str:
@@ -31,23 +31,24 @@ class Protection:
 
     @property
     def label(self) -> str:
-        """The feature, with the block's own names in it where it has several of them."""
+        """The feature, with the block's names for its inputs if they are not the usual ones."""
         usual = ("delta",) if self.elementwise else GRAMS[self.feature].inputs
         return self.feature if self.inputs == usual else f"{self.feature}({', '.join(self.inputs)})"
 
     @property
     def key(self) -> Key:
-        """Parts that multiply the same tensors of a block have the same key, and share a projector."""
+        """Parts that multiply the same tensors of a block have the same key and share a projector."""
         return self.block, self.label
 
     @property
     def elementwise(self) -> bool:
-        """Restricted by a box, not by a projector."""
+        """Whether a box restricts it, not a projector."""
         return self.feature == ELEMENTWISE
 
 
 class Selection:
-    """It is made once: parameters that a model gets later are left alone, as those of the modules in `leave` are."""
+    """What trains and what is protected. Made once: parameters added to the model later are ignored, like those of the
+    modules in `leave`."""
 
     def __init__(self, model: nn.Module, setting: Setting, leave: Sequence[str] = ()) -> None:
         self.leave = tuple(leave)
@@ -62,7 +63,7 @@ class Selection:
         self.blocks = [block for block in found if block.name not in outside]
         claimed = {part.parameter for _, part in self.parts()}
         self.others: list[str] = []
-        """with every layer trained: names of parameters that are no part of a block"""
+        """with layers="all": names of parameters that belong to no block"""
         if setting.layers == "all":
             self.others = [
                 name
@@ -82,17 +83,17 @@ class Selection:
         if setting.others != "fixed":
             trained |= set(self.others)
         self.trained = [name for name in self.shapes if name in trained]
-        """parameters of which some rows are trained in some task, in the model's order"""
+        """parameters with rows that train in some task, in the model's order"""
         one_per_head = any(p.kind == "A" and len(self.shapes[p.parameter]) == 1 for _, p in self.parts())
         if setting.relax > 0 and one_per_head:
-            raise UserError("relax does not serve blocks whose A is a number per head, as in Mamba-2: use relax 0.")
+            raise UserError("relax does not support an A with one number per head, as in Mamba-2: use relax 0.")
 
     def _found(self, model: nn.Module, every_layer: bool) -> list[Block]:
         found = []
         for block in find_blocks(model, every_layer):
             if not self.leaves(block.name):
                 parts = [part for part in block.parts if not self.leaves(part.parameter)]
-                if not every_layer:  # then linear and convolution layers are not trained
+                if not every_layer:  # plain layers inside a block do not train
                     parts = [part for part in parts if part.kind not in ("linear", "conv") or part.index]
                 found.append(dataclasses.replace(block, parts=tuple(parts)))
         if not any(block.parts for block in found):
@@ -109,15 +110,15 @@ class Selection:
                 yield block, part
 
     def projected(self) -> Iterator[Protection]:
-        """Those that have a projector."""
+        """The protections with a projector."""
         return (protection for protection in self.protections if not protection.elementwise)
 
     def leaves(self, name: str) -> bool:
-        """Whether a module or parameter is one to leave alone."""
+        """Whether a module or parameter is in `leave`."""
         return any(name == module or name.startswith(f"{module}.") for module in self.leave)
 
     def is_new(self, name: str) -> bool:
-        """Whether the model got a parameter after the selection was made."""
+        """Whether a parameter was added to the model after the selection was made."""
         return name not in self.shapes and not self.leaves(name)
 
 

@@ -1,8 +1,7 @@
-"""What the null space does, as data: a `Setting` says it for each kind of parameter, and the named settings are
-values of it.
+"""Settings of the null space: a `Setting` says how each kind of parameter trains and is protected.
 
-The kinds are the paper's, W_delta, W_B, W_C, A and `out`, the linear layer after the SSM; W_dt, the second linear map
-of delta; and, where every layer is trained, `linear` and `conv`.
+The kinds are the paper's (W_delta, W_B, W_C, A and `out`, the linear layer after the SSM), W_dt, the second linear map
+of delta, and, if every layer trains, `linear` and `conv`.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ FEATURES: dict[str, str] = {
     "in": "the input of a layer; of a convolution, its windows",
 }
 MEANT_FOR = {"A": ("delta", "delta-elementwise"), "W_dt": ("dt",), "linear": ("in",), "conv": ("in",)}
-"""features of the right size, for the kinds that have not all of them to choose from"""
+"""features of the right size, for kinds that cannot use those in `FOR_X`"""
 FOR_X = ("x", "delta", "delta-x", "delta-x-per-image", "out")
 
 
@@ -84,8 +83,8 @@ class Setting(Options):
     out: Rule = Rule(feature="out")
     """the linear layer after the SSM (projector H_out)"""
     W_dt: Rule = Rule(trains=False, feature="dt")
-    """the second linear map of delta, which the published method does not train. With layers: all it trains, unless
-    W_dt is given trains: false"""
+    """the second linear map of delta. The published method does not train it. With layers: all it trains, unless W_dt
+    has trains: false"""
     linear: Rule = Rule(feature="in")
     """the other linear layers, with layers: all"""
     conv: Rule = Rule(feature="in")
@@ -94,37 +93,38 @@ class Setting(Options):
     """ssm: the selective SSMs and the linear layer after each; all: every linear and convolution layer and W_dt too, as
     in training from scratch"""
     others: Literal["first-task", "fixed", "free"] = "first-task"
-    """norms, biases, D, freq, tokens and the like, with layers: all. first-task: trained in the first, then fixed"""
+    """norms, biases, D, freq, tokens and so on, with layers: all. first-task: trained in the first task, then fixed"""
     accumulate: Literal["sum", "batch-mean"] = "sum"
-    """plain sums over all tokens, or the mean of each batch, summed over batches and tasks"""
+    """sum: over all tokens; batch-mean: the mean of each batch, summed over batches and tasks"""
     rank: str = "corner"
     """rule for the number of null directions: corner, smoothed-corner, energy:SHARE, fraction:SHARE or
     tolerance:RELATIVE"""
     rank_over: Literal["block", "all"] = "block"
-    """block: the rule sees each spectrum by itself; all: a feature's in all blocks at once, each over its trace"""
+    """block: the rank rule is applied to each spectrum separately; all: to a feature's spectra in all blocks at once,
+    each divided by its trace"""
     scaling: Literal["none", "frobenius"] = "none"
-    """none: H = U U^T; frobenius: that divided by its Frobenius norm"""
+    """none: H = U U^T; frobenius: H divided by its Frobenius norm"""
     eta: Annotated[
         float, Must("lie between 0 (no protection) and 1 (strict projection)", lambda eta: 0 <= eta <= 1)
     ] = 0.95
     """strictness: the update is multiplied by eta H + (1 - eta) I"""
     relax: Annotated[float, Must("lie between 0 (A is fixed) and 1", lambda share: 0 <= share < 1)] = 0.0
-    """with A by delta-elementwise: the share of a channel's output by which moving A may change the scan on old inputs,
-    at most; 0 fixes A"""
+    """with A by delta-elementwise: the largest share of a channel's output by which moving A can change the scan on old
+    inputs; 0 fixes A"""
     blocks: Annotated[
         int | list[int] | None, Must("be a positive number of blocks or a list of their indices", _are_blocks)
     ] = None
-    """blocks to fine-tune: the first so many, or those listed; all if empty"""
+    """blocks to fine-tune: the first N, or a list of indices; all if empty"""
     spectrum: Literal["float64", "float32"] = "float64"
-    """precision in which the rank rule sees the spectrum"""
+    """precision of the spectrum for the rank rule"""
     products: Literal["float64", "float32"] = "float64"
-    """precision of the products within a batch; their sums are float64 always"""
+    """precision of the products within a batch; their sums are always float64"""
     storage: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """precision in which projectors are kept; models in float64 keep them so"""
+    """precision of stored projectors; float64 for models in float64"""
     covariances: Literal["device", "cpu", "disk"] = "device"
-    """where covariances are kept between tasks: on the model's device, in the machine's memory, or mapped to disk"""
+    """where covariances are stored between tasks: on the model's device, in CPU memory, or memory-mapped on disk"""
     keep_tasks: bool = False
-    """keep each task's covariances apart, so that a task can be taken back: NullSpace.forget"""
+    """store each task's covariances separately, so that a task can be removed: NullSpace.forget"""
 
     def check(self) -> None:
         parse_rank(self.rank)
@@ -137,7 +137,7 @@ class Setting(Options):
                 raise OptionError(f"{{group}}{kind} has no feature '{wrong}'; known: {', '.join(known)}.")
 
     def rule(self, kind: str) -> Rule:
-        """What happens to a kind, `layers` considered."""
+        """The rule for a kind, with `layers` taken into account."""
         rule: Rule = getattr(self, kind)
         if self.layers == "ssm" and kind in ("linear", "conv"):
             return dataclasses.replace(rule, trains=False)
@@ -158,7 +158,7 @@ class Setting(Options):
         return dataclasses.replace(self, others=others, **free)
 
     def override(self, **changes: Any) -> "Setting":
-        """A copy with some fields changed; a rule may be given as a mapping of its own changes."""
+        """A copy with some fields changed; a rule can be given as a mapping of changed fields."""
         return build(Setting, merge(dataclasses.asdict(self), given_rules(changes)))
 
 
@@ -166,16 +166,16 @@ KINDS = tuple(name for name, option in options_of(Setting).items() if option.kin
 
 
 def given_rules(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes of a setting, in which W_dt stays fixed with layers "all" if they say that it does not train.
+    """Changes of a setting, edited so that `W_dt={"trains": False}` also holds with layers "all".
 
-    The default of W_dt does not train either, except with layers "all". What tells the two apart in a setting, and in
-    the files that hold one, is that a W_dt fixed by the user is not projected.
+    By default W_dt trains only with layers "all". A setting, and a file that holds one, marks a W_dt that the user
+    fixed by projected = False.
     """
     rule = changes.get("W_dt")
     if isinstance(rule, Rule) and not rule.trains:
         return {**changes, "W_dt": dataclasses.replace(rule, projected=False)}
     if isinstance(rule, Mapping) and "projected" not in rule:
-        trains = {"true": True, "false": False}.get(str(rule.get("trains")).lower())  # options may still be text
+        trains = {"true": True, "false": False}.get(str(rule.get("trains")).lower())  # options can still be text
         return dict(changes) if trains is None else {**changes, "W_dt": {**rule, "projected": trains}}
     return dict(changes)
 
@@ -205,7 +205,7 @@ def setting_named(name: str) -> Setting:
 
 
 def ablation(*projected: str) -> dict[str, Rule]:
-    """Overrides for a row of the paper's ablation: only these kinds are projected, all train."""
+    """Overrides for a row of the paper's ablation: all kinds train, only these are projected."""
     for kind in projected:
         if kind not in PAPER_KINDS:
             raise unknown("kind", kind, PAPER_KINDS)

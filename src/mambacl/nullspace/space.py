@@ -1,7 +1,7 @@
-"""`NullSpace`: what a model must not change, gathered after each task and kept out of every later update.
+"""`NullSpace`: gathers features after each task and projects later updates onto their null space.
 
-From features to an update: `consolidate` gathers covariances (`statistics`, `covariance`), decomposes them
-(`projectors`, `ranks`) and builds the `projected_step`; `wrap` puts it around an optimizer's steps (`optimizer`).
+`consolidate` gathers covariances (`statistics`, `covariance`), decomposes them (`projectors`, `ranks`) and builds the
+`projected_step`; `wrap` applies it to an optimizer's steps (`optimizer`).
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from mambacl.nullspace.selection import Protection, Selection
 from mambacl.nullspace.settings import KINDS, Setting, setting_named
 from mambacl.nullspace.statistics import Accumulator, gather
 
-DECOMPOSED_BY = ("rank", "rank_over", "spectrum", "storage")  # fields of a setting behind ranks and bases
-FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax")  # fields that `load` takes over unless the caller gave them
+DECOMPOSED_BY = ("rank", "rank_over", "spectrum", "storage")  # fields of a setting that determine ranks and bases
+FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax")  # fields that `load` reads unless the caller set them
 
 
 @dataclasses.dataclass(frozen=True)
 class Consolidation:
-    """What `consolidate` did: images seen, and the seconds for covariances and for their decomposition."""
+    """The result of `consolidate`: number of images, seconds for the covariances and for their decomposition."""
 
     images: int
     covariance_seconds: float
@@ -45,16 +45,16 @@ class Consolidation:
 
 
 class NullSpace:
-    """Finds the selective SSMs of a model, keeps statistics of finished tasks, and projects updates.
+    """Finds the selective SSMs of a model, keeps statistics of finished tasks and projects updates.
 
         space = NullSpace(model, setting="paper", eta=0.95)
         optimizer = space.wrap(torch.optim.Adam(space.parameters(), lr=2e-4))
         ...                        # train one task as usual
         space.consolidate(loader)  # after each task
 
-    `setting`: a name ("paper", which is the default, "public-code", "exact") or a `Setting`; `overrides` change fields
-    of it. `leave`: modules to ignore, e.g. the classifier; parameters that the model gets later are ignored, too.
-    `folder`: for covariances that are kept on disk.
+    `setting`: "paper" (default), "public-code", "exact" or a `Setting`; `overrides` change its fields. `leave`: modules
+    to ignore, e.g. the classifier; parameters added to the model later are ignored, too. `folder`: for covariances kept
+    on disk.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NullSpace:
 
     @property
     def tasks(self) -> int:
-        """Consolidated so far."""
+        """Number of consolidated tasks."""
         return self.memory.tasks
 
     def _device(self) -> torch.device:
@@ -89,7 +89,7 @@ class NullSpace:
     # What is trained and what is protected
 
     def trained_names(self) -> list[str]:
-        """Parameters of which some rows are trained in some task, in the model's order."""
+        """Names of the parameters with rows that train in some task, in the model's order."""
         return list(self.selection.trained)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -98,22 +98,23 @@ class NullSpace:
         return [named[name] for name in self.selection.trained]
 
     def freeze_others(self) -> None:
-        """Only what this space trains or leaves keeps its gradient, and what the model got after it was built."""
+        """Switches gradients off for all parameters except those that this space trains, leaves, or does not know
+        because they were added later."""
         trained, selection = set(self.selection.trained), self.selection
         for name, parameter in named_parameters(self.model).items():
             parameter.requires_grad_(name in trained or selection.leaves(name) or selection.is_new(name))
 
     def describe(self) -> str:
-        """One line per kind: what is trained, what is protected, and from which feature."""
+        """What is trained, what is protected, and from which feature: one line per kind."""
         return describe(self.setting, self.selection, named_parameters(self.model))
 
     def projectors(self) -> dict[str, Projector]:
-        """The projector in force for each protected part, by parameter name and rows."""
+        """The current projector of each protected part, by parameter name and rows."""
         eta, scaling = self.setting.eta, self.setting.scaling
         return {name: decomposition.projector(eta, scaling) for name, decomposition in self.decompositions().items()}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """Spectrum, null rank and basis for each protected part, by parameter name and rows."""
+        """Spectrum, null rank and basis of each protected part, by parameter name and rows."""
         found = self._decompositions()
         return {p.name: found[p.key] for p in self.selection.projected() if found}
 
@@ -123,7 +124,7 @@ class NullSpace:
         return {p.key: self.projected_step.decomposition(p.name) for p in self.selection.projected()}
 
     def covariances(self) -> dict[str, Tensor]:
-        """The accumulated covariance for each protected part, by parameter name and rows."""
+        """The accumulated covariance of each protected part, by parameter name and rows."""
         if not self.memory.statistics:
             return {}
         return {p.name: self.memory.covariance(p.key) for p in self.selection.projected()}
@@ -131,16 +132,16 @@ class NullSpace:
     # Training
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer; from now on each of its steps is projected, and rows that do not train stay the same.
-        Wrapping it again changes nothing."""
+        """Returns the same optimizer; its steps are projected from now on, and rows that do not train stay the same.
+        Wrapping it again has no effect."""
         if optimizer not in self._wrapped:
             register_projection(optimizer, self)
             self._wrapped.add(optimizer)
         return optimizer
 
     def update_energy(self, task: int | None = None) -> dict[str, Tensor]:
-        """By part, sums over the steps of a finished task, or of those since the last consolidation: squared norms of
-        the optimizer's update, of its share in protected directions, of the update applied, and of that one's share."""
+        """By part, (4,): squared norms, summed over the steps of a finished task or since the last consolidation, of
+        the optimizer's update, of its share in protected directions, of the applied update, and of its share."""
         return self.projected_step.update_energy() if task is None else self.memory.update_energy[task]
 
     # The end of a task
@@ -148,12 +149,12 @@ class NullSpace:
     def consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None = None) -> Consolidation:
         """Adds the features of a finished task to what is protected.
 
-        `loader` gives batches: tensors, tuples that begin with one, or mappings of the forward function's arguments.
-        They go through `forward`, by default the model, in evaluation mode. Before the first task, it protects what the
-        model knows from elsewhere. Nothing changes if it fails.
+        `loader` yields batches: tensors, tuples that begin with one, or mappings of the forward function's arguments.
+        They go through `forward`, by default the model, in evaluation mode. Call it before the first task to protect
+        what the model has learned elsewhere. If it fails, nothing changes.
         """
-        if isinstance(loader, Tensor) and loader.dim() <= 4:  # five: batches of images
-            raise UserError("consolidate takes batches, got a tensor: give it [images], or images.split(100).")
+        if isinstance(loader, Tensor) and loader.dim() <= 4:  # five dimensions: a tensor of batches
+            raise UserError("consolidate needs batches, got a tensor: pass [images] or images.split(100).")
         with torch.inference_mode(False):
             started, memory = time.perf_counter(), self.memory
             statistics, images = self._gather(loader, forward)
@@ -180,7 +181,7 @@ class NullSpace:
             size, seen = p.part.matrix(own).shape[-1], totals["covariance"].shape[-1]
             if seen != size:
                 raise UserError(
-                    f"{p.name} multiplies {size} values, the feature {p.label} has {seen}: choose another feature "
+                    f"{p.name} multiplies {size} values, but the feature {p.label} has {seen}: choose another feature "
                     "for it."
                 )
             if p.key not in found.covariances:
@@ -195,8 +196,9 @@ class NullSpace:
         return Covariance(protection.feature, protection.inputs, self.setting.accumulate == "batch-mean")
 
     def protect(self, memory: Memory) -> None:
-        """Puts in force what a memory holds, decomposed where that is still to be done; all at the end, so that a
-        failure changes nothing. Unless tasks are kept apart, it has at most two to add up; the newest is changed."""
+        """Protects what a memory holds, and decomposes it first if that has not been done. The space changes only at
+        the end, so a failure leaves it as before. Unless tasks are kept apart, `memory` has at most two statistics; the
+        older is added to the newer, in place."""
         setting, device, selection = self.setting, self._device(), self.selection
         dtype = basis_dtype(self.model, setting.storage)
         if not setting.keep_tasks and len(memory.statistics) > 1:
@@ -229,35 +231,35 @@ class NullSpace:
                 *projected,
             ]
         )
-        memory.decompositions = None  # the projected step holds the bases, where it needs them
+        memory.decompositions = None  # the projected step holds the bases
         self.memory = memory
 
     # The audit
 
     def record(self, images: Any, forward: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-        """What the blocks make of a batch of images now (or of whatever `consolidate` takes): delta, A, B, C and the
-        output, to audit later."""
+        """Records delta, A, B, C and the output of each block for one batch (of any kind that `consolidate` takes), to
+        audit later."""
         if not any(block.selective for block in self.selection.blocks):
-            raise UserError("There is nothing to record: the audit is about selective SSMs, and this model has none.")
+            raise UserError("There is nothing to record: the audit needs selective SSMs, and this model has none.")
         return record(self.model, self.selection.blocks, images, forward)
 
     def audit(self, images: Any, recorded: Mapping[str, Tensor], forward: Callable[..., Any] | None = None) -> Drift:
-        """How far delta, exp(delta A), delta B, C and the output of each block have moved on these images since they
+        """How much delta, exp(delta A), delta B, C and the output of each block have changed on these images since they
         were recorded, relative to their norms. `update_energy` says how much of the updates was protected."""
         now = self.record(images, forward)
         if {name: t.shape for name, t in now.items()} != {name: t.shape for name, t in recorded.items()}:
-            raise UserError("This record is of another model, or of other images: its blocks or their sizes differ.")
+            raise UserError("This record belongs to another model or other images: its blocks or their sizes differ.")
         return drift({name: tensor.to(now[name].device) for name, tensor in recorded.items()}, now)
 
-    # Several spaces, and tasks taken back
+    # Merging spaces and removing tasks
 
     def merge(self, other: "NullSpace") -> None:
-        """Protects also what `other` does: a branch of the same model, trained apart. Covariances add."""
+        """Also protects what `other` protects: a branch of the same model, trained separately. Covariances add up."""
         self._check_same_setting(dataclasses.asdict(other.setting), "The other null space has")
         mine, theirs = self._signature(), other._signature()
         if mine != theirs:
             shown = ", ".join(sorted({name for name, *_ in mine ^ theirs})[:6])
-            raise UserError(f"The other null space is of another model; it differs in {shown}.")
+            raise UserError(f"The other null space belongs to another model; it differs in {shown}.")
         if not other.memory.statistics:
             return
         copied = [
@@ -272,12 +274,12 @@ class NullSpace:
         self._replace(Memory(own.tasks + theirs_too.tasks, [*own.statistics, *copied], energy))
 
     def _signature(self) -> set[tuple[str, Key, torch.Size]]:
-        """What is protected, by what, and in which size."""
+        """What is protected, by which feature, and its size."""
         named = named_parameters(self.model)
         return {(p.name, p.key, p.part.of(named[p.part.parameter]).shape) for p in self.selection.protections}
 
     def forget(self, task: int) -> None:
-        """Takes back the consolidation of one task, counted from 0, as if it had never been."""
+        """Undoes the consolidation of one task, counted from 0, as if it had never happened."""
         if not self.setting.keep_tasks:
             raise UserError("forget needs each task's covariances: build the NullSpace with keep_tasks=True.")
         if not 0 <= task < self.tasks:
@@ -287,7 +289,7 @@ class NullSpace:
         self._replace(Memory(len(left), [statistics[i] for i in left], [energy[i] for i in left]))
 
     def _replace(self, memory: Memory) -> None:
-        """In the middle of a task: what its updates were so far is kept."""
+        """Protects another memory in the middle of a task, and keeps the energy of its updates so far."""
         energy = self.update_energy()
         self.protect(memory)
         self.projected_step.carried = energy
@@ -300,7 +302,7 @@ class NullSpace:
         return to_tensors(memory, self.selection.protections, self.setting.keep_tasks)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes up a saved state. One of another model or setting is an error, and changes nothing."""
+        """Loads a saved state. Raises `UserError`, and changes nothing, if it belongs to another model or setting."""
         self._load(state, self.setting, decomposed=True)
 
     def _load(self, state: Mapping[str, Tensor], setting: Setting, decomposed: bool) -> None:
@@ -318,12 +320,12 @@ class NullSpace:
             raise
 
     def save(self, path: str | Path) -> None:
-        """The state as safetensors; tensors that parts share are written once."""
+        """Writes the state as safetensors; tensors that parts share are written once."""
         write_tensors(Path(path), self.state_dict(), {"setting": json.dumps(dataclasses.asdict(self.setting))})
 
     def load(self, path: str | Path) -> None:
-        """Takes up what was saved. Rank rule, eta and the like are those given to this space when it was built; those
-        that were not given are the file's. Where the rank rule is another one, the covariances are decomposed again."""
+        """Loads a saved space. Rank rule, eta and the like keep the values given when this space was built; those not
+        given come from the file. If the rank rule differs from the file's, covariances are decomposed again."""
         tensors, text = read_tensors(Path(path))
         saved = json.loads(text.get("setting", "{}"))
         self._check_same_setting(saved, f"{path} was saved under another setting:")
@@ -331,12 +333,12 @@ class NullSpace:
         if "relax" in differing and "relax" in self._given:
             raise UserError(
                 f"{path} was saved with relax {saved['relax']}, this one has {self.setting.relax}, and the boxes of A "
-                f"cannot be made again without the images: build the NullSpace with relax={saved['relax']}."
+                f"cannot be computed again without the images: build the NullSpace with relax={saved['relax']}."
             )
         taken = {name: saved[name] for name in differing if name not in self._given}
         again = [name for name in differing if name in self._given and name in DECOMPOSED_BY]
         if taken:
-            logger.info("from %s: %s", path, ", ".join(f"{name} {value}" for name, value in taken.items()))
+            logger.info("Taken from %s: %s", path, ", ".join(f"{name} {value}" for name, value in taken.items()))
         self._load(tensors, self.setting.override(**taken), decomposed=not again)
 
     def _check_same_setting(self, other: Mapping[str, Any], words: str) -> None:

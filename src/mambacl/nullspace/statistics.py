@@ -1,10 +1,10 @@
-"""Statistics of features, gathered in one pass over some batches: what modules show while a model runs, added up.
+"""Statistics of features, summed up in one pass over some batches while a model runs.
 
     wanted = {source: {"x": accumulator, ...}, ...}
     images = gather(model, wanted, batches)
 
-A `Source` is a module whose hooks show its features by name. An `Accumulator` turns the features of a batch into
-totals that add up over batches, processes and tasks, in float64. Nothing here knows what the totals are for.
+A `Source` is a module whose hooks record its features by name. An `Accumulator` turns the features of a batch into
+totals that add up over batches, processes and tasks, in float64. This module does not depend on what they are for.
 """
 
 import sys
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from mambacl.errors import UserError
 
-Features = Mapping[str, Any]  # a tensor each, or a function without arguments that makes it when it is wanted
+Features = Mapping[str, Any]  # tensors, or functions without arguments that compute them on demand
 Record = Callable[[Features], None]
-LABELS = "labels"  # a feature of every source, where batches are (images, labels)
+LABELS = "labels"  # a feature of every source if batches are (images, labels)
 
 
 class Source:
-    """A module whose features can be seen: by default `output`, what it returns."""
+    """A module whose features can be recorded: by default `output`, what it returns."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
@@ -35,7 +35,7 @@ class Source:
         return [self.module.register_forward_hook(lambda _, __, output: record({"output": output}))]
 
     def if_not_run(self) -> str:
-        """What to do when a forward pass does not run it: the end of a sentence."""
+        """Advice for the case that the forward pass does not run the module: the end of a sentence."""
         return ""
 
 
@@ -43,24 +43,24 @@ S = TypeVar("S", bound=Source)
 
 
 class Accumulator(ABC):
-    """Totals of some features. A subclass says what one batch contributes; the rest follows."""
+    """Totals of some features. A subclass defines what one batch contributes."""
 
-    largest: tuple[str, ...] = ()  # totals that are the largest value of all batches, not the sum
+    largest: tuple[str, ...] = ()  # totals that are the maximum over batches, not the sum
 
     def __init__(self, inputs: Sequence[str]) -> None:
-        """`inputs`: names of the features that `contribution` is given."""
+        """`inputs`: names of the features that `contribution` takes."""
         self.inputs = tuple(inputs)
         self.totals: dict[str, Tensor] = {}
 
     @abstractmethod
     def contribution(self, *features: Any) -> dict[str, Tensor]:
-        """The totals of one batch: new tensors."""
+        """The totals of one batch, as new tensors."""
 
     def add(self, *features: Any) -> None:
         self._include(self.contribution(*features))
 
     def merge(self, other: "Accumulator") -> None:
-        """Adds what another one has seen."""
+        """Adds the totals of another accumulator."""
         self._include({name: total.clone() for name, total in other.totals.items()})
 
     def _include(self, totals: Mapping[str, Tensor]) -> None:
@@ -86,15 +86,15 @@ def gather(
     forward: Callable[..., Any] | None = None,
     products: torch.dtype = torch.float64,
 ) -> int:
-    """Sends batches through `forward`, by default the model, in evaluation mode, and adds what the sources show to the
-    accumulators. They are given features of the precision `products`. Returns the number of images.
+    """Sends batches through `forward`, by default the model, in evaluation mode, and adds the sources' features, in the
+    precision `products`, to the accumulators. Returns the number of images.
 
-    With several processes, each gives its own share of the batches, and all end with the same totals.
+    With several processes, each passes its own share of the batches, and all end with the same totals.
     """
     seen = {(source, label): 0 for source, accumulators in wanted.items() for label in accumulators}
     labels: dict[str, Any] = {}
 
-    @torch.inference_mode(False)  # totals are added to later, whatever mode the forward function runs in
+    @torch.inference_mode(False)  # so that totals can be added to later, even if `forward` runs in inference mode
     @torch.no_grad()
     def show(source: S, features: Features) -> None:
         features, made = {**labels, **features}, {}
@@ -104,7 +104,7 @@ def gather(
             seen[source, label] += 1
             for name in accumulator.inputs:
                 if name not in features:
-                    raise UserError(f"The statistic {label} needs labels: give it batches of (images, labels).")
+                    raise UserError(f"The statistic {label} needs labels: pass batches of (images, labels).")
                 if name not in made:
                     feature = value(features, name)
                     floating = isinstance(feature, Tensor) and feature.is_floating_point()
@@ -120,12 +120,12 @@ def gather(
         for label, accumulator in accumulators.items():
             if runs[source.name] == 0:
                 raise UserError(
-                    f"A pass over the images saw no features of {source.name}: the forward function does not run it"
+                    f"A pass over the images found no features of {source.name}: the forward function does not run it"
                     f"{source.if_not_run()}."
                 )
             if seen[source, label] < runs[source.name]:
                 raise UserError(
-                    f"{source.name} ran without showing its feature {label}: a fused kernel bypasses its layers; "
+                    f"{source.name} ran, but its feature {label} was not recorded: a fused kernel bypasses its layers; "
                     "choose its plain path (use_fast_path=False or use_mem_eff_path=False in mamba_ssm)."
                 )
             if not all(torch.isfinite(total).all() for total in accumulator.totals.values()):
@@ -134,7 +134,7 @@ def gather(
 
 
 def _over_processes(wanted: Mapping[S, Mapping[str, Accumulator]], images: int) -> int:
-    """Replaces totals by those of all processes, and gives the number of all images."""
+    """Replaces totals by the sums over all processes; returns the number of all images."""
     processes = torch.distributed
     if not (processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1):
         return images
@@ -149,14 +149,15 @@ def _over_processes(wanted: Mapping[S, Mapping[str, Accumulator]], images: int) 
 
 
 def value(features: Features, name: str) -> Any:
-    """A feature by name, made now if it was not made before."""
+    """A feature by name, computed now if it is a function."""
     found = features[name]
     return found() if callable(found) and not isinstance(found, Tensor) else found
 
 
 @contextmanager
 def watching(sources: Sequence[S], show: Callable[[S, Features], None]) -> Iterator[dict[str, int]]:
-    """While open, every forward pass shows the features of the sources. Gives how often each of them ran, by name."""
+    """While open, every forward pass calls `show` with the features of the sources. Yields how often each one ran, by
+    name."""
     runs = {source.name: 0 for source in sources}
     handles: list[Any] = []
 
@@ -179,7 +180,7 @@ def watching(sources: Sequence[S], show: Callable[[S, Features], None]) -> Itera
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Compiled models run uncompiled: compiled code knows nothing of hooks that came later."""
+    """Runs compiled models uncompiled: compiled code ignores hooks that were registered later."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -188,7 +189,7 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every module while open; each module's own mode comes back afterwards."""
+    """Puts every module in evaluation mode while open; restores each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -204,8 +205,8 @@ def run_batches(
     device: torch.device,
     labels: dict[str, Any] | None = None,
 ) -> int:
-    """Sends batches through `forward`: tensors, tuples that begin with one, or mappings of arguments by name. `labels`
-    holds the labels of the batch that is on its way, where it has some. Returns the number of images."""
+    """Sends batches through `forward`: tensors, tuples that begin with one, or mappings of arguments by name. Puts the
+    labels of the current batch, if it has any, into `labels`. Returns the number of images."""
     images = 0
     for batch in batches:
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch

@@ -1,4 +1,4 @@
-"""Depthwise convolution over tokens, then SiLU."""
+"""Depthwise convolution over tokens, followed by SiLU."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,14 +22,14 @@ def causal_conv_silu(
     same: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Depthwise convolution of x (b, l, d) over the present token and the k - 1 before it, zero before the start, then
-    SiLU; weight (d, k), bias (d,). The output is contiguous and has x's dtype.
+    """Depthwise convolution of x (b, l, d) over each token and the k - 1 before it (zeros before the start), then SiLU;
+    weight (d, k), bias (d,). The output is contiguous and has x's dtype.
 
-    `reverse`: the tokens after instead of before, as if x were flipped, convolved and flipped back. `same`: as many
-    tokens before as after, as `F.conv1d(padding="same")`. `silu` = False leaves the SiLU out.
+    `reverse`: use the tokens after instead of before, as if x were flipped, convolved and flipped back. `same`: use as
+    many tokens before as after, like `F.conv1d(padding="same")`. `silu=False` omits the SiLU.
     """
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2]:
-        raise UserError(f"A convolution takes x (b, l, d), weight (d, k), got {shapes(x, weight)}.")
+        raise UserError(f"causal_conv_silu needs x (b, l, d) and weight (d, k), got {shapes(x, weight)}.")
     check_channels(x, bias=bias)
     if 2 <= weight.shape[1] <= MOST_TAPS and switch.takes_kernel(x, backend):
         return _causal_conv(x, weight, bias, reverse, silu, same)
@@ -56,7 +56,7 @@ def causal_conv_silu_plain(
 
 
 def padding(taps: int, reverse: bool, same: bool) -> tuple[int, int]:
-    """How many tokens before the present one and after it a convolution sees."""
+    """Number of tokens before and after the current one that a convolution reads."""
     before = (taps - 1) // 2 if same else taps - 1
     return (taps - 1 - before, before) if reverse else (before, taps - 1 - before)
 

@@ -1,4 +1,4 @@
-"""What follows the scan: group norm of its output, skip and gate."""
+"""The operators after the scan: group norm of its output, skip and gate."""
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,14 @@ def gated_group_norm(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """(n + D x) silu(z), where n is y divided by its root mean square over each `group` of channels; group 0: n = y.
+    """(n + D x) silu(z), where n is y divided by its root mean square over each `group` of channels (0: n = y).
 
-    y, x, z (b, l, d) of any floating types, D (d,). The output is contiguous and has `dtype`, or y's.
+    y, x, z (b, l, d) with any floating dtypes, D (d,). The output is contiguous and has `dtype`, by default y's.
     """
     if y.shape != x.shape or y.shape != z.shape:
-        raise UserError(f"The gated norm takes y, x and z of one shape, got {shapes(y, x, z)}.")
+        raise UserError(f"The gated norm needs y, x and z of the same shape, got {shapes(y, x, z)}.")
     if group < 0 or (group and y.shape[-1] % group):
-        raise UserError(f"The width {y.shape[-1]} must be a multiple of the group {group}; 0 for no norm.")
+        raise UserError(f"The width {y.shape[-1]} must be a multiple of the group {group}; use 0 for no norm.")
     check_channels(y, D=D)
     if group <= WIDEST_NORM and switch.takes_kernel(y, backend):
         return _gated_group_norm(y, x, D, z, group, eps, dtype or y.dtype)

@@ -1,7 +1,7 @@
-"""A linear layer whose output goes apart in two halves, as in_proj's does.
+"""A linear layer whose output is split into two halves, like that of in_proj.
 
-Autograd would join the gradients of the halves to one tensor before it multiplies them with the weight. Here each half
-is multiplied as it is, and the second product added to the first.
+Autograd would concatenate the gradients of the halves before multiplying them by the weight. Here each half is
+multiplied directly, and the second product is added to the first.
 """
 
 from typing import Any
@@ -14,24 +14,24 @@ from torch.nn.modules.module import _has_any_global_hook
 from mambacl.ops import switch
 
 
-def halves(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`linear(tokens)` in two halves of its features. A layer that is not a plain one is called as it is."""
+def split_linear(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Returns `linear(tokens)` split into two halves of its features. A layer that is not plain is simply called."""
     direct = is_plain(linear) and tokens.dim() == 3 and not torch.compiler.is_compiling()
     if direct and switch.takes_kernel(tokens, backend):
-        return _Halves.apply(tokens, linear.weight, linear.bias)
+        return _SplitLinear.apply(tokens, linear.weight, linear.bias)
     first, second = linear(tokens).chunk(2, dim=-1)
     return first, second
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether all that it does is to multiply by its weight, which has no class of its own as quantised ones do, and to
-    add its bias."""
+    """Whether the layer only multiplies by its weight and adds its bias: no hooks, no patched forward, no special
+    weight class such as a quantised one."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     own = type(linear) is nn.Linear and "forward" not in vars(linear) and type(linear.weight) in (Tensor, nn.Parameter)
     return own and not any(hooks) and not _has_any_global_hook()
 
 
-class _Halves(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         first, second = F.linear(tokens, weight, bias).chunk(2, dim=-1)

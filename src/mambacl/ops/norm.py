@@ -8,14 +8,14 @@ from mambacl.ops.checks import check_channels
 from mambacl.ops.operator import needed, nothing, operator
 from mambacl.ops.precision import at_least_float32, full_precision
 
-WIDEST_NORM = 16384  # channels whose norm one program takes; wider ones are left to the plain twin
+WIDEST_NORM = 16384  # most channels per kernel program; wider inputs use the plain twin
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None, *, backend: str = "auto"
 ) -> Tensor:
-    """weight x / rms(x) over the last dimension: the norm in float32 or better, rounded to x's dtype, then the weight.
-    The output has `dtype`, or the wider of x's and weight's."""
+    """weight x / rms(x) over the last dimension. x / rms(x) is computed in float32 or better and rounded to x's dtype
+    before the weight is applied. The output has `dtype`, by default the wider of x's and weight's."""
     check_channels(x, weight=weight)
     if x.shape[-1] <= WIDEST_NORM and switch.takes_kernel(x, backend):
         return _rms_norm(x, weight, eps, dtype or torch.promote_types(x.dtype, weight.dtype))

@@ -1,7 +1,7 @@
-"""PyTorch operators that cost little to call.
+"""PyTorch operators with a low call overhead.
 
-A custom operator lets `torch.compile` take a kernel as a whole, but its way through PyTorch's dispatcher takes longer
-than many a kernel runs. For plain tensors, when nothing traces or counts, the same functions are called directly.
+A custom operator lets `torch.compile` treat a kernel as a unit, but PyTorch's dispatcher often takes longer than the
+kernel itself. On plain tensors, when nothing traces or counts operators, the same functions are called directly.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,11 @@ def operator(
     keep: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The operator mambacl::`name`, which computes `run`; `fake` gives outputs of the right shapes. With `keep` (of
-    ctx, inputs and output) and `differentiate` (of ctx and the gradients), it has a backward."""
+    """Registers the operator mambacl::`name` and returns a function that calls it.
+
+    `run` computes it, `fake` returns empty outputs of the right shapes. `keep(ctx, inputs, output)` and
+    `differentiate(ctx, *gradients)` define its backward.
+    """
     op = torch.library.custom_op(f"mambacl::{name}", run, mutates_args=())
     op.register_fake(fake)
     if keep is None or differentiate is None:
@@ -40,7 +43,7 @@ def operator(
 
 
 def nothing(x: Tensor) -> Tensor:
-    """Stands for a gradient that nobody needs: operators return tensors."""
+    """A placeholder for a gradient that is not needed: operators must return tensors."""
     return x.new_empty(0)
 
 
@@ -49,7 +52,7 @@ def needed(gradients: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
 
 
 def _direct(inputs: tuple[Any, ...]) -> bool:
-    """Whether nobody needs to see the operator: no compiler, no mode that watches, only tensors with values."""
+    """Whether the operator can be bypassed: no compiler, no dispatch mode, only plain tensors with values."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
     tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -59,7 +62,7 @@ def _direct(inputs: tuple[Any, ...]) -> bool:
 def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], differentiate: Callable[..., Any]) -> Any:
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = run(*inputs)
-        keep(ctx, inputs, output)  # not as `setup_context`, for which PyTorch reads a signature at every call
+        keep(ctx, inputs, output)  # not `setup_context`: PyTorch would inspect its signature at every call
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(differentiate))}

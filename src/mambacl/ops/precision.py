@@ -1,4 +1,4 @@
-"""What is computed in which precision: without autocast, in TF32 or full float32, and what `auto` stands for."""
+"""Precision of computations: autocast off, TF32 or full float32, and the meaning of `auto`."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,17 +8,18 @@ from torch import Tensor
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision up to float32; float32 and float64 as they are."""
+    """Converts half precision to float32; returns float32 and float64 unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast switched off where x lives. The meta device knows no autocast."""
+    """Switches autocast off on x's device. The meta device has no autocast."""
     return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """The precision that `auto` stands for on a device: bf16 where it has it. Any other is returned unchanged."""
+    """Resolves `auto` for a device: bf16 if the device supports it, otherwise float32. Returns other values
+    unchanged."""
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -29,9 +30,11 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 @contextmanager
 def float32_products(tf32: bool) -> Iterator[None]:
-    """Multiplies float32 matrices in TF32 where the hardware has it, or in full precision; restores the setting after.
-    PyTorch has two settings for this, and the older one cannot be read where the newer one contradicts it: both are
-    restored."""
+    """Within it, float32 matrices are multiplied in TF32 (if the hardware has it) or in full precision.
+
+    PyTorch has two settings for this, and reading the older one raises if the newer one contradicts it. Both are
+    restored.
+    """
     newer = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in newer]
     try:

@@ -11,10 +11,10 @@ from mambacl.ops.precision import at_least_float32, full_precision
 
 
 def rotate(M: Tensor, freq: Tensor, scale: float = 1.0, *, backend: str = "auto") -> Tensor:
-    """Rotary embedding of M (b, l, m, n), token t by the angles t freq / scale; neighbouring states are pairs, but each
-    has its own frequency. In float32 or better. The kernel serves frequencies that are fixed."""
+    """Rotates M (b, l, m, n): token t by the angles t freq / scale. Neighbouring states form pairs, but each state has
+    its own frequency. Computes in float32 or better. The kernel is used only if freq needs no gradient."""
     if M.dim() != 4 or M.shape[3] % 2 or freq.shape != M.shape[3:]:
-        raise UserError(f"The rotation takes M (b, l, m, n) with n even, and freq (n,), got {shapes(M, freq)}.")
+        raise UserError(f"rotate needs M (b, l, m, n) with n even and freq (n,), got {shapes(M, freq)}.")
     fixed = not (freq.requires_grad and torch.is_grad_enabled())
     if fixed and M.dtype != torch.float64 and switch.takes_kernel(M, backend):
         return _rotate(M, freq, scale)

@@ -1,9 +1,8 @@
-"""`selective_scan`: checks the inputs, picks a backend, runs the recurrence and what surrounds it (D, z, bias,
-softplus).
+"""`selective_scan`: checks the inputs, chooses a backend and runs it.
 
 A backend is a module with `forward`, `backward` and `kept_shape`. The recurrence is one PyTorch operator with a
-registered backward, so that `torch.compile` takes it as a whole. `triton` and `native` do everything inside their
-kernels; `torch` does the recurrence alone, and plain PyTorch the rest.
+registered backward, so `torch.compile` treats it as a unit. The kernels of `triton` and `native` also apply D, z, bias
+and softplus; `torch` computes only the recurrence, and plain PyTorch does the rest.
 """
 
 import math
@@ -20,7 +19,7 @@ from mambacl.ops.precision import full_precision
 from mambacl.ops.scan_operator import differentiable_scan
 from mambacl.ops.scan_reference import selective_scan_reference
 
-ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # forces a backend wherever the caller left the choice open
+ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # the backend to use where the caller passes "auto"
 
 
 def available_backends() -> list[str]:
@@ -46,16 +45,16 @@ def selective_scan(
     return_last_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The selective scan, with the meaning and the shapes of the public `selective_scan_fn`.
+    """The selective scan, with the semantics and shapes of the public `selective_scan_fn`.
 
     u, delta (b, d, l); A (d, n); B, C (d, n), (b, n, l) or (b, g, n, l); D, delta_bias (d,); z (b, d, l).
-    Computed in float32, or in float64 when an input is float64; the output has u's dtype, the last state (b, d, n) the
-    dtype of the computation. `backend`: "auto", "reference", "torch" (any device), "native" (C++, CPU) or "triton"
+    Computes in float32, or in float64 if an input is float64. The output has u's dtype; the last state (b, d, n) has
+    the dtype of the computation. `backend`: "auto", "reference", "torch" (any device), "native" (C++, CPU) or "triton"
     (CUDA).
     """
     _check_shapes(u, delta, A, B, C, D, z, delta_bias)
     if not u.is_floating_point():
-        raise UserError(f"selective_scan takes floating-point tensors, got u of {u.dtype}; convert it with u.float().")
+        raise UserError(f"selective_scan needs floating-point tensors, got u of {u.dtype}; convert it with u.float().")
     dtype = _common_dtype(u, delta, A, B, C, D, z, delta_bias)
     if chosen_backend(u, A, backend, dtype) == "reference":
         x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
@@ -88,16 +87,17 @@ def scan_tokens(
     reverse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with tokens before channels, the layout of the models here.
+    """`selective_scan` with tokens before channels, the layout of this package's models.
 
-    u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,), of any floating types and strides; where channels
-    or tokens are contiguous nothing is copied. Computed in float32, or in float64 when an input is float64. Output
-    (b, l, d), in `out_dtype` or that dtype, and last state (b, d, n) in that dtype. With `log_A`, A holds log(-A), as
-    models keep it; with `softplus` the steps are softplus(delta + bias); `reverse` goes from the last token to the
-    first.
+    u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,), with any floating dtypes and strides; nothing is
+    copied if channels or tokens are contiguous. Computes in float32, or in float64 if an input is float64. Returns the
+    output (b, l, d) in `out_dtype` (default: the dtype of the computation) and the last state (b, d, n).
+
+    `log_A`: A holds log(-A), as models store it. `softplus`: dt is softplus(delta + bias), not delta + bias.
+    `reverse`: scan from the last token to the first.
     """
     dtype = _common_dtype(u, delta, A, B, C, D, z, bias)
-    groups = math.lcm(B.shape[2], C.shape[2])  # a backend takes B and C in the same groups
+    groups = math.lcm(B.shape[2], C.shape[2])  # backends need B and C in the same groups
     B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
     backend = chosen_backend(u, A, backend, dtype, B)
     order = "reverse" if reverse else "forward"
@@ -143,7 +143,7 @@ def _time_last(x: Tensor) -> bool:
 def scan_low_rank(
     u: Tensor,
     dt: Tensor,
-    to_steps: nn.Linear,
+    dt_proj: nn.Linear,
     A_log: Tensor,
     B: Tensor,
     C: Tensor,
@@ -151,39 +151,39 @@ def scan_low_rank(
     *,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`scan_tokens` with the steps softplus(to_steps(dt)), a linear layer's. One kernel computes them; a layer that is
-    not a plain one is called."""
-    weight = to_steps.weight
-    direct = not torch.compiler.is_compiling() and is_plain(to_steps) and _multiplies(weight, dt, u)
+    """`scan_tokens` with softplus(dt_proj(dt)) for delta. One kernel computes it; a `dt_proj` that is not a plain
+    linear layer is called instead."""
+    weight = dt_proj.weight
+    direct = not torch.compiler.is_compiling() and is_plain(dt_proj) and _kernel_takes(weight, dt, u)
     dtype = _common_dtype(u, A_log, B, C)
     if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
         order = "reverse" if reverse else "forward"
         y, last, _, _ = differentiable_scan(
-            *(u, dt, A_log.float(), B, C, None, None, to_steps.bias, weight),
+            *(u, dt, A_log.float(), B, C, None, None, dt_proj.bias, weight),
             *(True, True, order, 1, torch.float32, "triton"),
         )
         return y, last
-    steps = to_steps(dt.to(weight.dtype))
-    steps = steps.to(torch.promote_types(torch.float32, steps.dtype))
-    return scan_tokens(u, steps, A_log, B, C, backend, log_A=True, softplus=True, reverse=reverse)
+    delta = dt_proj(dt.to(weight.dtype))
+    delta = delta.to(torch.promote_types(torch.float32, delta.dtype))
+    return scan_tokens(u, delta, A_log, B, C, backend, log_A=True, softplus=True, reverse=reverse)
 
 
-def _multiplies(weight: Tensor, dt: Tensor, u: Tensor) -> bool:
-    """Whether the kernel takes a weight: float32, on u's device, (d, rank). Any other is left to its layer."""
-    there = weight.dtype == torch.float32 and weight.device == u.device
-    return there and weight.shape == (u.shape[-1], dt.shape[-1])
+def _kernel_takes(weight: Tensor, dt: Tensor, u: Tensor) -> bool:
+    """Whether the kernel can multiply by this weight: float32, on u's device, of shape (d, rank)."""
+    fits = weight.dtype == torch.float32 and weight.device == u.device
+    return fits and weight.shape == (u.shape[-1], dt.shape[-1])
 
 
 def scans_by_kernel(u: Tensor, A: Tensor) -> bool:
-    """Whether a Triton kernel scans u, where the backend is left open."""
+    """Whether backend="auto" scans u with a Triton kernel."""
     return chosen_backend(u, A, dtype=_common_dtype(u, A)) == "triton"
 
 
 def chosen_backend(
     u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32, B: Tensor | None = None
 ) -> str:
-    """The backend that serves these inputs, computed in `dtype`: the caller's choice, the environment's, or the fastest
-    that can. B (b, l, g, n), where it is known, tells which is faster on a CPU."""
+    """The backend for these inputs, computed in `dtype`: the caller's choice, then the environment's, then the fastest
+    that supports them. B (b, l, g, n), if known, decides which is faster on a CPU."""
     states = A.shape[1]
     on_gpu = dtype == torch.float32 and states <= scan_triton.MOST_STATES
     on_cpu = cpu.supports(u, dtype, states)
@@ -196,7 +196,7 @@ def chosen_backend(
     if backend == "native" and not on_cpu:
         raise UserError(
             f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {cpu.MOST_STATES} "
-            "states; use backend='torch', or reinstall mambacl where a C++ compiler is present."
+            "states; use backend='torch', or reinstall mambacl with a C++ compiler on the PATH."
         )
     if backend == "triton" and not (on_gpu and switch.takes_kernel(u, "triton")):
         raise UserError(
@@ -210,7 +210,7 @@ def chosen_backend(
 
 
 def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """What is computed in: float32, or float64 where an input is."""
+    """The dtype to compute in: float32, or float64 if an input is float64."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)

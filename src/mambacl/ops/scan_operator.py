@@ -1,4 +1,4 @@
-"""The recurrence as one PyTorch operator with its backward, whichever backend runs it."""
+"""The scan as one PyTorch operator with a backward, for every backend."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mambacl.ops import cpu, scan_tiles, scan_torch, scan_triton
 from mambacl.ops.operator import nothing, operator
 from mambacl.ops.precision import full_precision
 
-NONE, GIVEN, INSIDE = 0, 1, 2  # no softplus; delta is one already; the kernel takes it (as in ops.kernels.scan)
+NONE, GIVEN, INSIDE = 0, 1, 2  # no softplus; delta already had it; the kernel applies it (ops.kernels.tiles)
 
 
 def _run(
@@ -31,33 +31,33 @@ def _run(
     backend: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output in `dtype`, last state, what the backend keeps for the backward besides its inputs (nothing unless `keep`)
-    and, where they were computed before, the steps. With a weight (d, rank), delta (b, l, rank) is what its product
-    makes the steps of, before the softplus."""
-    steps = nothing(u)
+    """Returns the output in `dtype`, the last state, what the backward needs besides the inputs (empty unless `keep`),
+    and dt if it was computed before the scan (else empty). With a weight (d, rank), delta (b, l, rank) is multiplied by
+    it before the softplus."""
+    dt = nothing(u)
     with full_precision(u):
         if backend == "torch":
             out, last, kept = scan_torch.forward(u, delta, A, B, C)
-            return out.contiguous(), last.contiguous(), kept, steps
+            return out.contiguous(), last.contiguous(), kept, dt
         if backend == "native":
             reverse = order == "reverse"
             out, last, kept = cpu.forward(
                 u, delta, A, B, C, D, z, bias, log_A=log_A, softplus=softplus, reverse=reverse, keep=keep
             )
-            return out, last, kept, steps
+            return out, last, kept, dt
         bare = _bare(u, delta, D, z, order, weight is not None)
         if weight is not None:
-            from mambacl.ops.kernels.steps import project_steps
+            from mambacl.ops.kernels.delta import delta_projection
 
-            steps = project_steps(delta, weight, bias)
+            dt = delta_projection(delta, weight, bias)
         elif softplus and bare:
-            steps = F.softplus(delta.float() if bias is None else delta.float() + bias.float()).contiguous()
+            dt = F.softplus(delta.float() if bias is None else delta.float() + bias.float()).contiguous()
         if bare:
-            given = steps if softplus else delta if bias is None else delta.float() + bias.float()
+            given = dt if softplus else delta if bias is None else delta.float() + bias.float()
             out, last, kept = scan_triton.forward(u, given, A, B, C, order == "reverse", log_A, keep)
-            return out.to(dtype), last, kept, steps
+            return out.to(dtype), last, kept, dt
         inside = (GIVEN if weight is not None else INSIDE) if softplus else NONE
-        given, bias = (steps, None) if weight is not None else (delta, bias)
+        given, bias = (dt, None) if weight is not None else (delta, bias)
         out, last, kept = scan_tiles.forward(
             u,
             given,
@@ -74,11 +74,11 @@ def _run(
             dtype=dtype,
             keep=keep,
         )
-        return out, last, kept, steps
+        return out, last, kept, dt
 
 
 def _bare(u: Tensor, delta: Tensor, D: Tensor | None, z: Tensor | None, order: str, low_rank: bool) -> bool:
-    """Whether the kernels of the bare recurrence serve, which are the fastest for contiguous channels."""
+    """Whether the kernels of the bare recurrence apply; they are the fastest if channels are contiguous."""
     plain = D is None and z is None and order != "cross"
     return plain and u.stride(2) == 1 and (low_rank or delta.stride(2) == 1)
 
@@ -102,7 +102,7 @@ def _back(
     backend: str,
     need_A: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, delta, A, B, C, D, z and bias, in their types; without elements where there is none."""
+    """Gradients of u, delta, A, B, C, D, z and bias, in the inputs' dtypes; empty for inputs that are None."""
     found: tuple[Tensor | None, ...]
     with full_precision(u):
         if backend == "torch":
@@ -131,7 +131,7 @@ def _back(
 
 
 def _typed(grad: Tensor | None, given: Tensor | None, u: Tensor) -> Tensor:
-    """A gradient in its input's type; only those of u, delta and z have a layout other than contiguous."""
+    """A gradient in its input's dtype; only those of u, delta and z can be non-contiguous."""
     if grad is None or given is None:
         return nothing(u)
     grad = grad.to(given.dtype)
@@ -144,20 +144,20 @@ def _like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height, dtype, backend, keep):  # type: ignore[no-untyped-def]
     state = torch.float32 if backend == "triton" else u.dtype
-    steps = (0,)
+    dt = (0,)
     if backend == "torch":
         out, kept = u.new_empty(u.shape), scan_torch.kept_shape(u, A, B)
     elif backend == "native":
         out, kept = scan_tiles.out_like(u, u.shape[2], u.dtype), cpu.kept_shape(u, A, B)
     elif _bare(u, delta, D, z, order, weight is not None):
         out, kept = u.new_empty(u.shape, dtype=dtype), scan_triton.kept_shape(u, A)
-        steps = u.shape if softplus else steps
+        dt = u.shape if softplus else dt
     else:
         out = scan_tiles.out_like(u, A.shape[0], dtype)
         kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, z, order)
-        steps = (*u.shape[:2], A.shape[0]) if weight is not None else steps
+        dt = (*u.shape[:2], A.shape[0]) if weight is not None else dt
     kept = kept if keep or backend == "torch" else (0,)
-    return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *steps, dtype=state)
+    return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *dt, dtype=state)
 
 
 def _fake_back(  # type: ignore[no-untyped-def]
@@ -173,18 +173,18 @@ def _fake_back(  # type: ignore[no-untyped-def]
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     u, delta, A, B, C, D, z, bias, weight, ctx.log_A, softplus, ctx.order, ctx.height, _, ctx.backend, _ = inputs
-    taken = output[3].numel() > 0  # the softplus, before the recurrence
-    ctx.softplus = (GIVEN if taken else INSIDE) if softplus else NONE
+    computed = output[3].numel() > 0  # dt, before the recurrence
+    ctx.softplus = (GIVEN if computed else INSIDE) if softplus else NONE
     ctx.dtype = delta.dtype
     low_rank = delta if weight is not None and ctx.needs_input_grad[8] else None
     kept_bias = None if weight is not None else bias
-    ctx.save_for_backward(u, output[3] if taken else delta, A, B, C, D, z, kept_bias, output[2], low_rank, weight)
-    ctx.set_materialize_grads(False)  # else zeros for what nobody differentiates
+    ctx.save_for_backward(u, output[3] if computed else delta, A, B, C, D, z, kept_bias, output[2], low_rank, weight)
+    ctx.set_materialize_grads(False)  # None, not zeros, for outputs that have no gradient
 
 
-def _differentiate(ctx, dout, dlast, dkept, dsteps):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, dout, dlast, dkept, ddt):  # type: ignore[no-untyped-def]
     needs = ctx.needs_input_grad
-    *saved, low_rank, weight = ctx.saved_tensors  # once: checkpointing unpacks them only once
+    *saved, low_rank, weight = ctx.saved_tensors  # read once: checkpointing unpacks them only once
     u, A = saved[0], saved[2]
     if dout is None:
         dtype = torch.promote_types(torch.float32, u.dtype)
@@ -207,6 +207,6 @@ scan = operator("scan", _run, _fake, _keep, _differentiate)
 
 
 def differentiable_scan(*inputs: Any) -> Any:
-    """The operator, told whether anybody will ask for a gradient."""
-    wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    return scan(*inputs, wanted)
+    """Calls the operator; states for the backward are kept only if an input requires a gradient."""
+    keep = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return scan(*inputs, keep)

@@ -1,4 +1,4 @@
-"""The plain selective scan: one line a step, differentiated by autograd. Every fast backend answers to it."""
+"""The plain selective scan, differentiated by autograd. Every fast backend is tested against it."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ def selective_scan_reference(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output (b, d, l) and last state (b, d, n) of the recurrence, in the inputs' own dtype.
+    """Returns the output (b, d, l) and the last state (b, d, n), in the inputs' dtype.
 
     h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t,  y_t = <C_t, h_t> + D u_t,  out = y silu(z),  h_{-1} = 0
     """

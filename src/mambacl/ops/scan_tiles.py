@@ -1,67 +1,40 @@
-"""The backend `triton` with all that surrounds the recurrence inside: bias, softplus, skip and gate, in either layout.
+"""The backend `triton` with bias, softplus, skip and gate inside the kernel.
 
-How the kernels of `ops.kernels.scan_tiles` (and, for a single state, `scan_single`) are laid out for given shapes, and
-launched. Shapes: u, delta, z, out (b, l, d) with channels or time contiguous, read and written in place; A (d, n); B, C
-(b, l, g, n); D, bias (d,). Each may be float32, bfloat16 or float16; states and sums are float32.
+Chooses a layout for the kernels of `ops.kernels.scan_tiles` (or `scan_single`, for a single state) and launches them.
+Shapes: u, delta, z, out (b, l, d), channels or time contiguous, read and written in place; A (d, n); B, C (b, l, g, n);
+D, bias (d,). Each can be float32, bfloat16 or float16; states and sums are float32.
 
-`order` says in which order the tokens follow one another: "forward", "reverse", or "cross", the four orders of a map
-of `height` rows (by rows, by columns, both from the end), one for each of four groups, which then share the channels
-of u.
+`order` is the order of the tokens: "forward", "reverse", or "cross" for the four orders of a map of `height` rows (by
+rows, by columns, both backwards). With "cross", each of four groups takes one order, and all read the same channels of
+u.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mambacl.ops.scan_triton import Split, processors, segments
+from mambacl.ops.scan_triton import FILLED, Layout, Split, processors, split_time
 
-FILLED = 2048  # warps that keep a large GPU busy
-RESIDENT = {False: 12, True: 8}  # warps of the forward and of the backward that a processor of a GPU holds at once
-# The kernels for a single state: channels of a program, which is one warp; segments of a tile, and steps of each; and
-# programs of the backward that a processor of a GPU holds at once.
+RESIDENT = {False: 12, True: 8}  # resident warps per multiprocessor: forward, backward
+# The kernels for a single state: channels per program (one warp), segments per tile, steps per segment, and resident
+# programs of the backward per multiprocessor.
 SINGLE_CHANNELS, SINGLE_SEGMENTS, SINGLE_STEPS, SINGLE_RESIDENT = 4, 8, 8, 16
-PIECE = 256  # steps: below, going over all of them once more costs more than it saves
-SPREAD = 4  # waves of programs below which blocks of channels are not taken one after the other by one program
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a program's lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; how many
-    steps are taken at a time; the most registers of a thread; and how many warps a program has, along the channels."""
-
-    states: int
-    lanes_n: int
-    channels: int
-    lanes_d: int
-    steps: int
-    registers: int | None = None
-    warps: int = 1
-
-    @property
-    def block(self) -> int:
-        """Channels of a program."""
-        return self.channels * self.lanes_d
-
-    @property
-    def ahead(self) -> bool:
-        """Whether there are registers for what the next steps need."""
-        return self.states * self.channels <= 8
+SPREAD = 4  # waves of programs to keep when one program takes several blocks of channels
 
 
 @functools.cache
 def layout(n: int, recurrences: int, backward: bool, full: bool = False) -> Layout:
-    """Large tiles where there are recurrences enough, as they need the fewest exchanges; else more programs. `full`:
-    time is contiguous, or the gate is taken in the kernel, which both take registers."""
+    """Large tiles, which need the fewest exchanges, if enough recurrences fill the GPU; otherwise more programs.
+    `full`: time is contiguous or the kernel applies the gate; both need registers."""
     padded = 1 << (n - 1).bit_length()
     if padded == 1:
         return Layout(1, 1, 1, 32, 8)
     states = {2: 2, 4: 4, 8: 2, 16: 4, 32: 4}.get(padded, padded // 8)
     lanes_n = padded // states
     lanes_d = 32 // lanes_n
-    most, fewest = 8 if full else 16, 2 if padded <= 32 else 1  # values of a lane; channels
+    most, fewest = 8 if full else 16, 2 if padded <= 32 else 1  # values per lane; channels per lane
     channels = min(4, max(fewest, most // states))
     programs = FILLED * (2 if backward else 1)
     while channels > fewest and recurrences < programs * channels * lanes_d:
@@ -71,13 +44,13 @@ def layout(n: int, recurrences: int, backward: bool, full: bool = False) -> Layo
 
 
 def kept_steps(n: int, itemsize: int) -> int:
-    """Steps between the states that the forward keeps: of 16 states, these take as much memory as u. A single state is
-    cheap to keep, and everything else is read from memory at its speed, so that nothing should be read twice."""
+    """Steps between the states that the forward keeps. With 16 states, they take as much memory as u. A single state is
+    cheap to keep, and memory limits the speed, so recomputing would cost more than it saves."""
     return 8 if n == 1 else 16 * max(1, 4 // itemsize)
 
 
 def _single(u: Tensor, delta: Tensor, z: Tensor | None, n: int, order: str) -> bool:
-    """Whether the kernels of a single state serve: they want time contiguous."""
+    """Whether the kernels for a single state apply: they need contiguous time."""
     return n == 1 and order != "cross" and all(x is None or x.stride(1) == 1 for x in (u, delta, z))
 
 
@@ -90,7 +63,7 @@ def kept_shape(u: Tensor, delta: Tensor, A: Tensor, z: Tensor | None = None, ord
 
 
 def out_like(u: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """A new tensor (b, l, channels) with time contiguous where it is in u, else channels."""
+    """A new tensor (b, l, channels), time contiguous if it is in u, otherwise channels."""
     batch, length, _ = u.shape
     if u.stride(1) == 1 and u.stride(2) != 1:
         return torch.empty(batch, channels, length, dtype=dtype, device=u.device).mT
@@ -102,8 +75,8 @@ def forward(
     bias: Tensor | None = None, *, log_A: bool = False, softplus: int = 0, order: str = "forward", height: int = 1,
     dtype: torch.dtype = torch.float32, keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output in `dtype`, last state and, unless `keep` is false, the states for the backward. With `log_A`, A holds
-    log(-A). `softplus`: 0 none, 1 delta is one already, 2 the kernel takes it."""
+    """Returns the output in `dtype`, the last state and, if `keep`, the states for the backward. `log_A`: A holds
+    log(-A). `softplus`: 0 none, 1 already applied to delta, 2 applied by the kernel."""
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan_tiles import scan_forward
 
@@ -123,7 +96,7 @@ def forward(
         *(*call.u.stride(), *call.delta.stride(), *call.z.stride(), *out.stride()),
         *(*call.B.stride()[:3], *call.C.stride()[:3]),
         **call.constants, **call.time, SKIP=D is not None, KEEP=keep,
-        SAME=_same_steps(call.u, call.delta, call.z, out), FETCH=call.fetch,
+        SAME=_same_strides(call.u, call.delta, call.z, out), FETCH=call.fetch,
     )  # fmt: skip
     return out, last, kept
 
@@ -133,9 +106,12 @@ def backward(
     z: Tensor | None, bias: Tensor | None, kept: Tensor, *, log_A: bool = False, softplus: int = 0,
     order: str = "forward", height: int = 1, need_A: bool = True,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of u, delta, A, B, C, D, z and bias: those of u, delta and z in their types and layouts, the others in
-    float32; None where there is no input. With `softplus`, the gradient of delta is that of what went into it; with
-    `log_A`, A holds log(-A), and its gradient is that of it. Without `need_A` there are no sums for A."""
+    """Gradients of u, delta, A, B, C, D, z and bias: those of u, delta and z in the inputs' dtypes and layouts, the
+    others in float32; None for inputs that are None.
+
+    `softplus`: the gradient of delta is taken with respect to the softplus's input. `log_A`: A holds log(-A); its
+    gradient is taken with respect to log(-A). `need_A=False` skips the gradient of A.
+    """
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan_tiles import scan_backward
 
@@ -146,7 +122,7 @@ def backward(
     parts = batch * call.split.segments
     du = out_like(u, channels, torch.float32 if order == "cross" else u.dtype)
     ddelta, dz = out_like(delta, channels, delta.dtype), u if z is None else out_like(z, channels, z.dtype)
-    dA = call.new(parts, *A.shape) if need_A else call.A  # A itself is not written
+    dA = call.new(parts, *A.shape) if need_A else call.A  # a placeholder; the kernel does not write to it
     dD, dbias = (call.A if x is None else call.new(parts, channels) for x in (D, bias))
     if call.single:
         skip = D is not None
@@ -168,7 +144,7 @@ def backward(
         *(*dout.stride(), *call.u.stride(), *call.delta.stride(), *call.z.stride()),
         *(*call.B.stride()[:3], *call.C.stride()[:3], *du.stride(), *ddelta.stride(), *dz.stride()),
         **call.constants, **call.time, SHARE=share, SKIP=D is not None, LAST=dlast is not None, NEED_A=need_A,
-        SAME=_same_steps(call.u, call.delta, call.z, dout, du, ddelta, dz), AHEAD=call.plan.ahead,
+        SAME=_same_strides(call.u, call.delta, call.z, dout, du, ddelta, dz), AHEAD=call.plan.ahead,
     )  # fmt: skip
     dB, dC = dBC.view(batch, B.shape[2], -1, length, 2, states).sum(2).transpose(1, 2).unbind(3)  # (b, l, g, n)
     if order == "cross":  # the four orders share u
@@ -185,8 +161,8 @@ def _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A):  # ty
 
 
 def _single_arguments(call: "_Call", *tensors: Tensor) -> tuple[list[int], dict[str, Any]]:
-    """The length and all strides of batch and channels in vectors of V values, as many as fit into 16 bytes and divide
-    all of them; and the constants. `tensors`: (b, l, d), and B and C (b, l, g, 1), with time contiguous."""
+    """Length and batch and channel strides in units of V values, and the constants. V is the largest vector of at most
+    16 bytes that divides them all. `tensors` (b, l, d), B and C (b, l, g, 1) have contiguous time."""
     L, reverse = call.u.shape[1], call.constants["ORDER"] == "reverse"
     strides = [stride for x in (*tensors, call.B, call.C) for stride in (x.stride(0), x.stride(2))]
     V = 1 if reverse else 16 // max(x.element_size() for x in (*tensors, call.B, call.C))
@@ -227,14 +203,14 @@ def _single_backward(
     call: "_Call", dout: Tensor, dlast: Tensor | None, kept: Tensor, du: Tensor, ddelta: Tensor, dz: Tensor, dA: Tensor,
     dD: Tensor, dbias: Tensor, skip: bool, need_A: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills the gradients, and returns dB and dC (b, l, g, 1)."""
+    """Writes the other gradients; returns dB and dC (b, l, g, 1)."""
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan_single import scan_single_backward
 
     dout = _time_contiguous(dout)
     numbers, constants = _single_arguments(call, dout, call.u, call.delta, call.z, du, ddelta, dz)
     batch, L, groups = len(call.u), call.u.shape[1], call.constants["GROUPS"]
-    # As many programs as a GPU holds at once, so that few sums for dB and dC remain.
+    # Only as many programs as the GPU holds at once: each leaves a partial sum of dB and dC.
     blocks, room = _single_blocks(call), SINGLE_RESIDENT * processors(call.u.device)
     share = -(-blocks // max(1, room // (batch * groups)))
     shares = -(-blocks // share)
@@ -250,7 +226,7 @@ def _single_backward(
 
 
 class _Call:
-    """The inputs as the kernels take them, and what all of them are compiled and launched with."""
+    """The inputs in the layouts the kernels need, and the constants and sizes common to all launches."""
 
     def __init__(
         self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
@@ -267,7 +243,7 @@ class _Call:
         full = z is not None or self.delta.stride(1) == 1
         self.plan = layout(A.shape[1], u.shape[0] * A.shape[0], backward, full)
         groups, channels = B.shape[2], A.shape[0] // B.shape[2]
-        self.blocks = groups * -(-channels // self.plan.block)  # none of which reaches into another group
+        self.blocks = groups * -(-channels // self.plan.block)  # no block crosses a group boundary
         self.split = _split(u, self.blocks, A.shape[1], self.plan, backward)
         self.sizes = (u.shape[1], self.split.width, height, u.shape[1] // height)
         plan = self.plan
@@ -282,7 +258,7 @@ class _Call:
 
     @property
     def fetch(self) -> str:
-        """Which way the kernels bring inputs into the cache ahead of time; the interpreter has none."""
+        """Along which axis the kernels prefetch inputs; the interpreter cannot prefetch."""
         if not self.u.is_cuda:
             return "none"
         return "time" if self.delta.stride(1) == 1 else "channels"
@@ -292,7 +268,7 @@ class _Call:
 
     @property
     def share(self) -> int:
-        """Blocks of channels that one program takes one after the other, so that it leaves one sum for dB and dC."""
+        """Blocks of channels per program, which leaves one partial sum of dB and dC for all of them."""
         waves = self.blocks * len(self.u) * self.plan.warps // (RESIDENT[True] * processors(self.u.device))
         return max(1, min(self.constants["BLOCKS"], waves // SPREAD))
 
@@ -302,19 +278,13 @@ def _padded(states: int) -> int:
 
 
 def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) -> Split:
-    """Pieces are a multiple of the steps between kept states."""
-    length, room, kept = u.shape[1], RESIDENT[backward] * processors(u.device), kept_steps(states, u.element_size())
-    wanted = segments(length, blocks * len(u), room)
-    if wanted == 1 or plan.states == 1:  # with a single state, most of the time goes into reading the inputs
-        return Split(length, 1, 1)
-    pieces = max(1, length // (wanted * PIECE))
-    width = -(-length // (wanted * pieces * kept)) * kept
-    return Split(width, pieces, -(-length // (width * pieces)))
+    room = RESIDENT[backward] * processors(u.device)
+    return split_time(u.shape[1], blocks * len(u), room, plan, kept_steps(states, u.element_size()))
 
 
 def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What each piece makes of nothing, (b, pieces, n, d), and the sums of its steps, (b, pieces, d): those of all
-    segments but the last; backward, of all but the first."""
+    """The state after each piece if it starts at zero, (b, pieces, n, d), and the sum of its dt, (b, pieces, d), for
+    all segments but the last; in the backward, for all but the first."""
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan_tiles import scan_ends
 
@@ -322,7 +292,7 @@ def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
     first = split.pieces if call.backward else 0
     pieces = -(-length // split.width) - split.pieces if call.backward else (split.segments - 1) * split.pieces
     channels, states = call.A.shape
-    ends = sums = call.A  # not read
+    ends = sums = call.A  # placeholders; the kernels do not read them
     if pieces:
         ends, sums = call.new(len(x), pieces, states, channels), call.new(len(x), pieces, channels)
         M = call.C if call.backward else call.B
@@ -339,7 +309,7 @@ def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_contiguous(x: Tensor) -> Tensor:
-    """x itself where its channels or its tokens are contiguous, else a copy."""
+    """x itself if its channels or its tokens are contiguous, otherwise a copy."""
     return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
 
 
@@ -347,11 +317,11 @@ def _time_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.transpose(1, -1).contiguous().transpose(1, -1)
 
 
-def _same_steps(*tensors: Tensor) -> bool:
-    """Whether the same offsets lead from one channel or token to the next in all of them."""
+def _same_strides(*tensors: Tensor) -> bool:
+    """Whether all have the same strides over tokens and channels."""
     return len({x.stride()[1:] for x in tensors}) == 1
 
 
 def _states_contiguous(M: Tensor) -> Tensor:
-    """B or C with contiguous states; where time was, a copy, which is small beside u."""
+    """B or C with contiguous states. The copy, if needed, is small compared to u."""
     return M if M.stride(3) == 1 or M.shape[3] == 1 else M.contiguous()

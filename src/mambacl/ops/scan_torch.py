@@ -1,11 +1,11 @@
 """The selective scan as a loop over time of whole-tensor operations, with a hand-written backward.
 
-Runs wherever PyTorch runs. Against the reference under autograd it saves the graph: one fused multiply-add a step,
-all else in bulk. Work goes through tiles (a range of the batch, of each group's channels, and of time) whose states
-stay in cache; the forward keeps the state at the start of each tile, from which the backward computes the others again.
+Runs on every device. Unlike the reference it builds no autograd graph: each step is one fused multiply-add, everything
+else runs in bulk. The work is cut into tiles (a range of images, of each group's channels and of time) whose states
+stay in the cache. The forward keeps the state at the start of each tile; the backward recomputes the others from it.
 
-Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n), g groups of k = d / g channels. Inside, time comes first and
-channels last, so that every operation runs along contiguous channels: states are (l, b, g, n, k).
+Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n), g groups of k = d / g channels. Internally, time comes first
+and channels last, so every operation runs along contiguous channels: states are (l, b, g, n, k).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # states of a tile at all its
 
 
 def forward(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (b, l, d), last state (b, d, n), and the states at the start of each tile (tiles in time, b, g, n, k)."""
+    """Returns output (b, l, d), last state (b, d, n), and the states at the start of each tile (tiles, b, g, n, k)."""
     tiles = _Tiles(u, delta, A, B, C)
     y, last = torch.empty_like(tiles.u), u.new_empty(tiles.kept_shape[1:])
     starts = u.new_zeros(tiles.kept_shape)
@@ -72,7 +72,7 @@ def kept_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
 
 
 def _tile_sizes(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, int, int]:
-    """Images, channels of each group and times in a tile: by shape and device, whatever the number of threads."""
+    """Images, channels per group and times in a tile: a function of shape and device, not of the number of threads."""
     device = u.device.type if u.device.type in STEP_ELEMENTS else "cuda"
     shared = B.shape[2] * A.shape[1]
     width = u.shape[2] // B.shape[2]
@@ -83,13 +83,13 @@ def _tile_sizes(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, int, int]:
 
 
 def _evenly(total: int, most: int) -> int:
-    """The size of parts, at most `most`, so that as few as possible cover the total and none is a small rest."""
+    """The size, at most `most`, of the fewest nearly equal parts that cover the total."""
     parts = -(-total // max(1, most))
     return -(-total // parts)
 
 
 class _Tiles:
-    """The inputs with time first, the tiles to go through, and scratch memory that every tile uses again."""
+    """The inputs with time first, the list of tiles, and scratch memory that all tiles share."""
 
     def __init__(self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> None:
         self.groups = B.shape[2]
@@ -117,15 +117,15 @@ class _Tiles:
             yield slice(t, t + self.sizes[2])
 
     def buffer(self, name: str, shape: torch.Size) -> tuple[Tensor, Sequence[Tensor]]:
-        """Scratch memory and its views, one a time step."""
+        """Scratch memory, and one view of it per time step."""
         if (name, shape) not in self._buffers:
             memory = self.u.new_empty(shape)
             self._buffers[name, shape] = memory, memory.unbind(0)
         return self._buffers[name, shape]
 
     def states(self, t: slice, b: slice, k: slice, start: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """exp(delta A) (l, b, g, n, k) of a tile, the same step by step, and its states (l + 1, b, g, n, k), the one
-        at the start in front."""
+        """For one tile: exp(delta A) (l, b, g, n, k), a view of it per time step, and the states (l + 1, b, g, n, k),
+        beginning with `start`."""
         dt, x, B = self.delta[t, b, :, k], self.u[t, b, :, k], self.B[t, b]
         length, *shape = (*B.shape, dt.shape[-1])
         a, decays = self.buffer("a", torch.Size((length, *shape)))

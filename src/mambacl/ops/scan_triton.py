@@ -1,7 +1,8 @@
-"""The backend `triton`: how the kernels of `triton_kernels` are laid out for given shapes, and launched.
+"""The backend `triton` for the bare recurrence: chooses a layout for the kernels of `ops.kernels.scan` and launches
+them.
 
-Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n). u, delta, B and C may be float32, bfloat16 or float16, each its
-own; states, sums and y are float32.
+Shapes: u, delta (b, l, d); A (d, n); B, C (b, l, g, n). u, delta, B and C can each be float32, bfloat16 or float16;
+states, sums and y are float32.
 """
 
 import functools
@@ -12,18 +13,20 @@ import torch
 from torch import Tensor
 
 MOST_STATES = 256
-KEPT = 8  # steps between the states that the forward keeps
+KEPT = 8  # steps between the states that the forward keeps for the backward
 FILLED = 2048  # warps that keep a large GPU busy
-RESIDENT = {False: 25, True: 12}  # warps of the forward and of the backward that a processor of a GPU holds at once
-PIECE = 256  # steps: below, going over all of them once more costs more than it saves
+RESIDENT = {False: 25, True: 12}  # resident warps per multiprocessor: forward, backward
+PIECE = 256  # fewest steps per piece: below, the extra pass of `scan_ends` costs more than it saves
 MOST_SEGMENTS = 8
-ENDS_REGISTERS = 80  # of a thread that finds where a piece ends
+ENDS_REGISTERS = 80  # per thread of `scan_ends`
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a warp's 32 lanes share a tile: `lanes_n` x `lanes_d` of them, with `states` x `channels` each; how many
-    steps are taken at a time; and the most registers of a thread."""
+    """How a program's lanes share a tile: `lanes_n` x `lanes_d` lanes with `states` x `channels` values each.
+
+    `steps`: time steps per iteration; `registers`: limit per thread; `warps`: per program, along the channels.
+    """
 
     states: int
     lanes_n: int
@@ -31,16 +34,22 @@ class Layout:
     lanes_d: int
     steps: int
     registers: int | None = None
+    warps: int = 1
 
     @property
     def block(self) -> int:
-        """Channels of a program."""
+        """Channels per program."""
         return self.channels * self.lanes_d
+
+    @property
+    def ahead(self) -> bool:
+        """Whether enough registers are left to load the next steps' inputs early."""
+        return self.states * self.channels <= 8
 
 
 @functools.cache
 def layout(n: int, recurrences: int, backward: bool) -> Layout:
-    """Large tiles where there are recurrences enough, as they need fewest shuffles; else more programs."""
+    """Large tiles, which need the fewest shuffles, if enough recurrences fill the GPU; otherwise more programs."""
     padded = 1 << (n - 1).bit_length()
     if padded == 1:
         return Layout(1, 1, 2 if backward else 1, 32, 8)
@@ -57,7 +66,7 @@ def layout(n: int, recurrences: int, backward: bool) -> Layout:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: they then take CPU tensors."""
+    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
     import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     return bool(triton.knobs.runtime.interpret)
@@ -72,7 +81,7 @@ def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, reverse: bool = False, log_A: bool = False,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, last state and, unless `keep` is false, the states for the backward. With `log_A`, A holds log(-A)."""
+    """Returns the output, the last state and, if `keep`, the states for the backward. `log_A`: A holds log(-A)."""
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan import scan_forward
 
@@ -97,9 +106,11 @@ def backward(
     dy: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, kept: Tensor,
     reverse: bool = False, log_A: bool = False, softplus: bool = False, need_A: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of all inputs, those of u and delta in their types, the others in float32. With `softplus`, delta is
-    one, and its gradient that of what went into it; with `log_A`, A holds log(-A), and its gradient is that of it.
-    Without `need_A` there are no sums for A."""
+    """Gradients of all inputs: those of u and delta in the inputs' dtypes, the others in float32.
+
+    `softplus`: delta is the output of a softplus; its gradient is taken with respect to the softplus's input. `log_A`:
+    A holds log(-A); its gradient is taken with respect to log(-A). `need_A=False` skips the gradient of A.
+    """
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan import scan_backward
 
@@ -113,7 +124,7 @@ def backward(
     split = _split(u, B, plan, backward=True)
     ends, sums = _ends(dy, delta, A, C, plan, split, log_A, reverse, backward=True)
     dA = _new(u, (batch * split.segments if need_A else 0, *A.shape))
-    parts = _new(u, (batch, blocks, length, 2, states))  # of dB and of dC
+    parts = _new(u, (batch, blocks, length, 2, states))  # partial sums of dB and dC
     launch(
         scan_backward,
         (blocks * len(u) * split.segments,),
@@ -128,7 +139,8 @@ def backward(
 
 @dataclass(frozen=True)
 class Split:
-    """Time in segments, each a program's, of so many pieces of `width` steps, whose ends are found beforehand."""
+    """Time cut into segments, one per program, each of `pieces` pieces of `width` steps. `scan_ends` computes what each
+    piece does to the state before the programs start."""
 
     width: int
     pieces: int
@@ -136,33 +148,38 @@ class Split:
 
 
 def segments(length: int, programs: int, room: int) -> int:
-    """Into how many time is split, where few programs of many steps would leave a GPU idle that has room for more."""
+    """How many segments to cut time into, so that few programs with many steps still fill a GPU with `room`
+    programs."""
     return max(1, min(MOST_SEGMENTS, room // programs, length // PIECE)) if programs else 1
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Of a GPU; an H200's in the interpreter."""
+    """Number of multiprocessors of a GPU; that of an H200 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _split(u: Tensor, B: Tensor, plan: Layout, backward: bool) -> Split:
-    """Pieces are a multiple of the steps between kept states."""
-    length, room = u.shape[1], RESIDENT[backward] * processors(u.device)
-    wanted = segments(length, _blocks(u, B, plan) * len(u), room)
-    if wanted == 1 or plan.states == 1:  # with a single state, most of the time goes into reading the inputs
+def split_time(length: int, programs: int, room: int, plan: Layout, kept: int) -> Split:
+    """Pieces are a multiple of `kept`, the steps between kept states."""
+    wanted = segments(length, programs, room)
+    if wanted == 1 or plan.states == 1:  # with a single state, reading the inputs takes most of the time
         return Split(length, 1, 1)
     pieces = max(1, length // (wanted * PIECE))
-    width = -(-length // (wanted * pieces * KEPT)) * KEPT
+    width = -(-length // (wanted * pieces * kept)) * kept
     return Split(width, pieces, -(-length // (width * pieces)))
+
+
+def _split(u: Tensor, B: Tensor, plan: Layout, backward: bool) -> Split:
+    room = RESIDENT[backward] * processors(u.device)
+    return split_time(u.shape[1], _blocks(u, B, plan) * len(u), room, plan, KEPT)
 
 
 def _ends(
     x: Tensor, delta: Tensor, A: Tensor, M: Tensor, plan: Layout, split: Split, log_A: bool, reverse: bool,
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What each piece makes of nothing, (b, pieces, n, d), and the sums of its deltas, (b, pieces, d): those of all
-    segments but the last; backward, of all but the first."""
+    """The state after each piece if it starts at zero, (b, pieces, n, d), and the sum of its deltas, (b, pieces, d),
+    for all segments but the last; in the backward, for all but the first."""
     from mambacl.ops.kernels.launch import launch
     from mambacl.ops.kernels.scan import scan_ends
 
@@ -190,18 +207,18 @@ def _new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _prepared(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
-    """All but A with contiguous channels or states, whatever their other strides."""
+    """The inputs with contiguous channels or states; A in float32."""
     u, delta, B, C = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (u, delta, B, C))
     return u, delta, A.float().contiguous(), B, C
 
 
 def _blocks(u: Tensor, B: Tensor, plan: Layout) -> int:
-    """Blocks of channels, none of which reaches into another group."""
+    """Number of blocks of channels; no block crosses a group boundary."""
     return B.shape[2] * -(-(u.shape[2] // B.shape[2]) // plan.block)
 
 
 def _constants(plan: Layout, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """The constants a kernel is compiled with."""
     channels = u.shape[2] // B.shape[2]
     strides = {"u_l": u.stride(1), "delta_l": delta.stride(1)}
     strides |= {"B_l": B.stride(1), "B_g": B.stride(2), "C_l": C.stride(1), "C_g": C.stride(2)}

@@ -1,8 +1,8 @@
-"""Whether the Triton kernels serve a call, or the plain PyTorch twins do.
+"""Decides between the Triton kernels and their plain PyTorch twins.
 
-The kernels serve tensors on NVIDIA GPUs where Triton imports and nobody switched them off: `with plain():` does so for
-a block of code, `MAMBACL_PLAIN=1` in the environment for a whole program. Triton itself is imported when a kernel is
-first wanted.
+The kernels run on NVIDIA GPUs if Triton can be imported and they are not switched off. `with plain():` switches them
+off for a block of code, `MAMBACL_PLAIN=1` in the environment for the whole program. Triton is imported when a kernel is
+first needed.
 """
 
 import os
@@ -21,18 +21,18 @@ ENVIRONMENT_VARIABLE = "MAMBACL_PLAIN"
 BACKENDS = ("auto", "triton", "plain")
 
 _found = find_spec("triton") is not None
-_imports: bool | None = None  # unknown until first wanted
-_switched_off = 0  # how many `plain()` are open
+_imports: bool | None = None  # None: not tried yet
+_switched_off = 0  # number of `plain()` blocks we are in
 
 
 def enabled() -> bool:
-    """Whether the kernels are switched on, here and now; says nothing of whether this machine can run them."""
+    """Whether the kernels are switched on at the moment, whether or not this machine can run them."""
     return _switched_off == 0 and os.environ.get(ENVIRONMENT_VARIABLE, "0") in ("", "0")
 
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Within it, every function whose backend is left open takes its plain twin."""
+    """Within it, every operator called with backend="auto" uses its plain twin."""
     global _switched_off
     _switched_off += 1
     try:
@@ -42,30 +42,30 @@ def plain() -> Iterator[None]:
 
 
 def available() -> bool:
-    """Whether Triton imports, for the GPUs that the kernels were made for and tested on; otherwise says so once."""
+    """Whether Triton can be imported with a PyTorch for NVIDIA GPUs, the only ones tested. Logs once if it cannot."""
     global _imports
-    if torch.compiler.is_compiling():  # the tracer shall see neither the import nor the logger
+    if torch.compiler.is_compiling():  # do not trace the import or the logger
         return _found and torch.version.hip is None
     if _imports is None and torch.version.hip is not None:
         _imports = False
-        logger.info("This PyTorch is for AMD's GPUs: plain PyTorch takes the place of the fused kernels.")
+        logger.info("This PyTorch is built for AMD GPUs: using plain PyTorch instead of the fused kernels.")
     if _imports is None:
         try:
             import_module("triton")
             _imports = True
         except ImportError as error:
             _imports = False
-            logger.info("Triton does not import (%s): plain PyTorch takes the place of the fused kernels.", error)
+            logger.info("Triton cannot be imported (%s): using plain PyTorch instead of the fused kernels.", error)
     return _imports
 
 
 def serves(device: torch.device) -> bool:
-    """Whether kernels serve what is on a device."""
+    """Whether backend="auto" uses kernels on this device."""
     return device.type == "cuda" and enabled() and available()
 
 
 def takes_kernel(x: Tensor, backend: str) -> bool:
-    """Whether the Triton kernel serves x: the caller's choice, or what is fastest here."""
+    """Whether to run the Triton kernel on x: the caller's choice, or for "auto" the fastest."""
     if backend == "auto":
         return serves(x.device)
     if backend == "plain":
@@ -74,9 +74,9 @@ def takes_kernel(x: Tensor, backend: str) -> bool:
         raise UserError(f"There is no fused backend '{backend}'; choose one of {', '.join(BACKENDS)}.")
     if not available():
         raise UserError(
-            "backend='triton' needs the package triton and a PyTorch for NVIDIA's GPUs; install them, or use "
+            "backend='triton' needs the package triton and a PyTorch for NVIDIA GPUs; install them, or use "
             "backend='auto'."
         )
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError(f"The Triton kernels take CUDA tensors, got one on {x.device}; use backend='auto'.")
+        raise UserError(f"The Triton kernels need CUDA tensors, got one on {x.device}; use backend='auto'.")
     return True

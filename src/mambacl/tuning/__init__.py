@@ -1,4 +1,4 @@
-"""What trains in a backbone: some of its parameters, or modules that are added to it."""
+"""What trains in a backbone: some of its parameters, or modules added to it."""
 
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets
 from mambacl.tuning.base import ModelParameters, Tuning

@@ -1,8 +1,8 @@
-"""Bottleneck adapters beside the mixers of a fixed backbone.
+"""Bottleneck adapters in parallel to the mixers of a fixed backbone.
 
-An adapter makes y = mixer(u) into y + scale * W_up relu(W_down u), on each token u by itself. W_up starts at zero, so
-that the model's output does not change at first. Adapters are not part of the model: hooks on its mixers call them, and
-the names of its parameters stay.
+An adapter turns y = mixer(u) into y + scale * W_up relu(W_down u), for each token u separately. W_up starts at zero, so
+the model's output does not change at first. Hooks on the mixers call the adapters. Adapters are not part of the model,
+and the names of its parameters do not change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,13 +25,13 @@ class AdapterOptions:
     bottleneck: int = 16
     """channels between W_down and W_up; 16 in the paper and in EASE's"""
     scale: float = 0.1
-    """of what an adapter adds; fixed, as in EASE's public code"""
+    """factor of an adapter's output; fixed, as in EASE's public code"""
 
     def __post_init__(self) -> None:
         if self.bottleneck < 1:
             raise UserError(f"options.bottleneck must be at least 1, got {self.bottleneck}.")
         if not 0 < self.scale < float("inf"):
-            raise UserError(f"options.scale must be positive, or the adapters do nothing, got {self.scale}.")
+            raise UserError(f"options.scale must be positive, or adapters have no effect, got {self.scale}.")
 
 
 class Adapter(nn.Module):
@@ -52,10 +52,10 @@ class Adapter(nn.Module):
 
 
 def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
-    """What mixes the tokens of each block, by name, with the channels that it takes and gives.
+    """The modules that mix tokens, by name, with the number of their input and output channels.
 
-    These are the selective SSMs and, as in MambaVision, modules with the linear `qkv` of attention; blocks of
-    convolutions have none.
+    These are the selective SSMs and, as in MambaVision, attention modules with a linear `qkv`. Convolution blocks have
+    none.
     """
     selective = {block.name for block in find_blocks(model)}
     found = {}
@@ -66,20 +66,20 @@ def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
         layer = module.qkv if attends else getattr(module, "in_proj", None)
         if not isinstance(layer, nn.Linear):
             raise UserError(
-                f"An adapter has no place at {name} ({type(module).__name__}), which has no linear in_proj to tell its "
-                "channels from: use a method without adapters."
+                f"An adapter cannot be added to {name} ({type(module).__name__}): it has no linear in_proj to read the "
+                "number of channels from; use a method without adapters."
             )
         found[name] = (module, layer.in_features)
     if not found:
         raise UserError(
-            f"An adapter has no place in {type(model).__name__}, which has no selective SSM: register a block "
-            "reader for it (docs/extending.md)."
+            f"An adapter cannot be added to {type(model).__name__}: it has no selective SSM that a block reader knows; "
+            "register a block reader for it (docs/extending.md)."
         )
     return found
 
 
 class AdapterSets(nn.Module):
-    """Sets of one adapter per mixer. One at a time, or none, is part of the model's forward; the last one trains."""
+    """Sets of one adapter per mixer. The model's forward uses one set or none; the last set trains."""
 
     def __init__(self, model: nn.Module, options: AdapterOptions) -> None:
         super().__init__()
@@ -87,19 +87,19 @@ class AdapterSets(nn.Module):
         self.options, self.widths = options, [width for _, width in found.values()]
         like = next(model.parameters())
         self.device, self.dtype = like.device, like.dtype
-        self.adapters = nn.ModuleList()  # of sets
+        self.adapters = nn.ModuleList()  # one list per set
         self.current: int | None = None
         self._handles = [
-            module.register_forward_hook(self._beside(place), with_kwargs=True)
-            for place, (module, _) in enumerate(found.values())
+            module.register_forward_hook(self._hook(index), with_kwargs=True)
+            for index, (module, _) in enumerate(found.values())
         ]
 
-    def _beside(self, place: int) -> Any:
+    def _hook(self, index: int) -> Any:
         def add(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
             if self.current is None:
                 return output
             adapters: Any = self.adapters[self.current]
-            return output + adapters[place](first_tensor(arguments, keywords)).to(output.dtype)
+            return output + adapters[index](first_tensor(arguments, keywords)).to(output.dtype)
 
         return add
 
@@ -107,8 +107,8 @@ class AdapterSets(nn.Module):
         return len(self.adapters)
 
     def add(self, seed: int) -> None:
-        """A new last set, drawn from the seed; the others are fixed from now on."""
-        generator = torch.Generator().manual_seed(seed ^ 1)  # a classifier of the same seed draws other numbers
+        """Adds a set, initialised from the seed; the earlier ones are fixed from now on."""
+        generator = torch.Generator().manual_seed(seed ^ 1)  # a classifier with the same seed draws other numbers
         adapters = nn.ModuleList(Adapter(width, self.options.bottleneck, self.options.scale) for width in self.widths)
         for adapter in adapters:
             assert isinstance(adapter, Adapter)
@@ -122,7 +122,7 @@ class AdapterSets(nn.Module):
 
     @contextmanager
     def using(self, index: int | None) -> Iterator[None]:
-        """The model with that set, or with none; afterwards as before."""
+        """Within it, the model uses this set, or none."""
         before, self.current = self.current, index
         try:
             yield
@@ -130,12 +130,12 @@ class AdapterSets(nn.Module):
             self.current = before
 
     def remove(self) -> None:
-        """Takes the adapters out of the model."""
+        """Removes the adapters from the model."""
         for handle in self._handles:
             handle.remove()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Replaces its sets by those that the state holds."""
+        """Replaces the sets by those of the state."""
         self.adapters = nn.ModuleList()
         while f"adapters.{len(self.adapters)}.0.up.bias" in state:
             self.add(seed=0)

@@ -8,20 +8,21 @@ from torch import Tensor, nn
 
 
 class Tuning(Protocol):
-    """What a method asks of it. The backbone is fixed when it comes; a tuning switches on what trains."""
+    """The interface that methods use. It gets a backbone whose parameters are all fixed, and switches on what
+    trains."""
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """What trains in the current task, by the names that the optimizer's state is kept under."""
+        """The parameters that train in the current task, by the names that the optimizer's state uses."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What training changes, under names that begin with `model.`, `adapters.` or another word."""
+        """Everything that training changes, under names that begin with `model.`, `adapters.` or the like."""
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> Any:
-        """A state of something else is a KeyError or a RuntimeError."""
+        """Raises KeyError or RuntimeError if the state does not match."""
 
 
 class ModelParameters:
-    """Some of the model's own parameters; with no names, nothing trains."""
+    """Trains some of the model's own parameters; without names, none."""
 
     def __init__(self, model: nn.Module, names: Sequence[str] = ()) -> None:
         named = dict(model.named_parameters())

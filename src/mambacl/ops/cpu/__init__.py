@@ -1,7 +1,7 @@
-"""The selective scan on the CPU: a C++ library, if it came with the package, called through ctypes.
+"""The selective scan on the CPU: a C++ library, if the package was built with it, called through ctypes.
 
 Shapes: u, delta, z (b, l, d); A (d, n); B, C (b, l, g, n); D, bias (d,); all of one dtype, float32 or float64. u,
-delta, z and the gradient of the output are read where they lie, whatever their strides.
+delta, z and the gradient of the output are read in place, with any strides.
 """
 
 import ctypes
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from mambacl.errors import UserError
 
-ENVIRONMENT_VARIABLE = "MAMBACL_CPU"  # forces an instruction set
-TILE = 16  # times between kept states, as in problem.h
+ENVIRONMENT_VARIABLE = "MAMBACL_CPU"  # selects an instruction set
+TILE = 16  # time steps between kept states, as in problem.h
 MOST_STATES = 256
-SETS = {"avx512": 2, "avx2": 1, "neon": 3, "baseline": 0}  # the numbers of scan.cpp, the fastest first
+SETS = {"avx512": 2, "avx2": 1, "neon": 3, "baseline": 0}  # numbers as in scan.cpp, fastest first
 FAILURES = {
-    1: "the compiled scan does not have this instruction set here",
-    2: f"the compiled scan takes 1 to {MOST_STATES} states",
-    3: "the compiled scan found no memory",
+    1: "the compiled scan lacks this instruction set, or this CPU does",
+    2: f"the compiled scan supports 1 to {MOST_STATES} states",
+    3: "the compiled scan ran out of memory",
 }
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None where the package came without one."""
+    """The compiled library, or None if the package was built without it."""
     for path in sorted(Path(__file__).parent.glob("_scan*")):
         if path.suffix in (".so", ".pyd", ".dylib"):
             try:
@@ -53,8 +53,8 @@ def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:
 
 
 def suits(u: Tensor, B: Tensor) -> bool:
-    """Whether this is faster than PyTorch's operations, too. With one channel per group, as where B and C are constant
-    in time, a vector holds a single number, and it may not be."""
+    """Whether this is likely faster than the backend `torch`. With one channel per group (B and C constant in time), a
+    vector holds a single number, and it can be slower."""
     return B.shape[2] < u.shape[2] or u.shape[2] == 1
 
 
@@ -65,18 +65,18 @@ def _available() -> dict[str, int]:
 
 
 def instruction_sets() -> list[str]:
-    """Those that the library holds and this machine runs, the fastest first."""
+    """The instruction sets that the library was compiled for and this machine supports, fastest first."""
     return list(_available())
 
 
 def instruction_set() -> str:
-    """The one in use: the fastest, or the one that the environment names."""
+    """The instruction set in use: the fastest, or the one that the environment names."""
     available = _available()
     name = os.environ.get(ENVIRONMENT_VARIABLE)
     if not name:
         return next(iter(available))
     if name not in available:
-        names = ", ".join(available) or "none: the package came without its compiled scan"
+        names = ", ".join(available) or "none: the package was built without the compiled scan"
         raise UserError(f"{ENVIRONMENT_VARIABLE}={name} does not run here; unset it or choose one of: {names}.")
     return name
 
@@ -87,7 +87,7 @@ def kept_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """New memory for a (b, l, d), contiguous over the axis that x is contiguous over: channels, else times."""
+    """An empty tensor like x (b, l, d), time contiguous if it is in x, otherwise channels."""
     batch, length, channels = x.shape
     if x.stride(1) == 1 and x.stride(2) != 1:
         return x.new_empty((batch, channels, length)).mT
@@ -109,10 +109,10 @@ def forward(
     reverse: bool = False,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output laid out like u, last state (b, d, n), and the states for the backward, which `keep=False` leaves out.
+    """Returns the output laid out like u, the last state (b, d, n) and, if `keep`, the states for the backward.
 
-    dt = delta + bias, through a softplus on request; h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;
-    y_t = <C_t, h_t> + D u_t; out = y silu(z). With `log_A`, A holds log(-A); `reverse` goes from the last token to the
+    dt = delta + bias, or its softplus; h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;
+    y_t = <C_t, h_t> + D u_t; out = y silu(z). `log_A`: A holds log(-A). `reverse`: scan from the last token to the
     first.
     """
     out, last = empty_like(u), u.new_empty((u.shape[0], *A.shape))
@@ -144,8 +144,8 @@ def backward(
     reverse: bool = False,
     need_A: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of u, delta, A, B, C, D, z and bias, None for what is missing; those of u, delta and z are laid out
-    like them."""
+    """Gradients of u, delta, A, B, C, D, z and bias; None for inputs that are None. Those of u, delta and z have the
+    inputs' layouts."""
     du, ddelta, dz = empty_like(u), empty_like(delta), None if z is None else empty_like(z)
     dA = A.new_empty(A.shape) if need_A else None
     dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
@@ -203,9 +203,9 @@ class _Call:
 
 @functools.cache
 def _parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP library that PyTorch runs on, so that its threads do the work."""
+    """The address of GOMP_parallel in PyTorch's OpenMP library, so that the scan runs on PyTorch's threads."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-    except (OSError, AttributeError):  # another system, or PyTorch without OpenMP: one thread
+    except (OSError, AttributeError):  # not Linux, or PyTorch without OpenMP
         return None

@@ -1,18 +1,18 @@
 // The backward of one item, for one number type and one instruction set. Included after forward.h.
 //
-// Tiles come in the opposite order. In each, a few states at a time are computed again from the kept ones, and the
-// gradient goes back through them while decays and states are in the cache.
+// Tiles are processed from the last to the first. In each, a few states at a time are recomputed from the kept ones, and
+// the gradient goes back through them while decays and states are in the cache.
 
 struct Slopes {
     Lanes g[TILE];                // the gradient of y_t
     Lanes of_input[TILE];         // sum over the states of q B: the gradient of dt_t u_t
     Lanes of_decay[TILE];         // sum over the states of f A log2(e): of dt_t, through the decays
-    Lanes of_gate[TILE];          // dout_t by z_t, without y_t
+    Lanes of_gate[TILE];          // the gradient of z_t, divided by y_t
 };
 
-// G states: those of the tile again, then q, the gradient of h_t, from its end to its start. dA gets the sum over time of
+// Recomputes G states of the tile, then q, the gradient of h_t, from end to start. dA gets the sum over time of
 // dt f, with f = q_t exp(dt_t A) h_{t-1} the gradient of dt_t A; `sums` (TILE, 2, N) gets each lane's part of dB and dC.
-// What is used at one time lies together: addresses that differ by a multiple of 4 KiB would hold each other up.
+// Values used together are stored together: addresses that differ by a multiple of 4 KiB would conflict in the cache.
 template <int G, bool SHORT, bool GATE>
 static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes* RESTRICT gradient, Lanes* RESTRICT dA,
                     Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
@@ -98,7 +98,7 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
         }
     }
     Steps steps = {};
-    Slopes slopes = {};  // rows beyond the end of the last tile are read too, but go nowhere
+    Slopes slopes = {};  // rows beyond the last tile are read but never used
     alignas(64) T buffers[4][TILE * W];
     for (long long tile = p.tiles() - 1; tile >= 0; --tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);

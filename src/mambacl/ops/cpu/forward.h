@@ -2,9 +2,9 @@
 //
 //   dt = softplus(delta + bias);  h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;  y_t = <C_t, h_t> + D u_t;  out = y silu(z)
 //
-// Time goes in tiles. Within a tile the blocks of W channels come one after another, so that whole cache lines of a tensor
-// are used together; within a block a few states at a time go through all times of the tile, so that they stay in
-// registers and their chains of additions overlap.
+// Time is cut into tiles. Within a tile, blocks of W channels are processed in turn, so that whole cache lines of a tensor
+// are used together. Within a block, a few states at a time go through all times of the tile, so that they stay in
+// registers and their dependency chains overlap.
 
 // B or C of one image and group, in the order of the scan.
 static INLINE Rows<const T> shared_rows(const Shared<T>& M, const Item& item, long long step, const Problem<T>& p) {
@@ -14,7 +14,7 @@ static INLINE Rows<const T> shared_rows(const Shared<T>& M, const Item& item, lo
 
 // A of a block as (n) vectors, times log2(e): decays are powers of two from here on. Returns the largest magnitude.
 static INLINE Lanes rates(const Problem<T>& p, long long channel, long long count, Lanes* a) {
-    Lanes most = {}, unknown = {};  // NaN where a rate is
+    Lanes most = {}, unknown = {};  // NaN if a rate is NaN
     for (long long n = 0; n < p.states; ++n) {
         Lanes rate = gather(p.A + channel * p.A_channel + n * p.A_state, p.A_channel, count);
         if (p.log_A) {
@@ -34,10 +34,10 @@ struct Steps {
     Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
     Lanes y[TILE];            // D u_t, to which the states add <C_t, h_t>
     Lanes slope[TILE];        // of dt_t by delta_t, in a backward
-    bool in_range;            // whether every decay is a power that the short form takes
+    bool in_range;            // whether the short form of `powers` covers every decay
 };
 
-// TOGETHER times are computed side by side; where the tile ends before, its last row stands for those that are missing.
+// TOGETHER times are computed side by side; if the tile ends earlier, its last row is repeated.
 static const int TOGETHER = 4;
 
 static INLINE void load_together(Rows<const T> rows, long long t, long long count, Lanes* to) {
@@ -70,8 +70,8 @@ static INLINE void prepare(const Problem<T>& p, const Place& place, Rows<const T
     steps.in_range = all(fits);
 }
 
-// The decays of G states at all times of a tile. They depend on nothing before them, so the processor is always busy; in
-// one loop with the recurrence it would wait.
+// The decays of G states at all times of a tile. They do not depend on each other, so the processor never waits; in one
+// loop with the recurrence it would.
 template <int G, bool SHORT>
 static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
                           Lanes* RESTRICT to, int between) {
@@ -123,7 +123,7 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
         most[k] = rates(p, channel, least(rest, W), a + k * N);
         for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
     }
-    Steps steps = {};  // rows beyond the end of the last tile are computed too, but go nowhere
+    Steps steps = {};  // rows beyond the last tile are computed but never used
     alignas(64) T buffers[3][TILE * W];
     for (long long tile = 0; tile < p.tiles(); ++tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);

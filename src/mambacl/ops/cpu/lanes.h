@@ -1,9 +1,8 @@
 // A vector of W channels and its elementary functions, for one number type and one instruction set.
 //
 // Included several times, each time inside another namespace, with T (the number type), SINGLE (defined for float) and
-// BYTES (the size of a vector; 0 for compilers without vector types, where a vector is one number). Nothing from the
-// standard library's templates is used here: such a template compiled for a wide instruction set could be shared with
-// code for narrower machines.
+// BYTES (the size of a vector; 0 for compilers without vector types, where a vector is one number). It uses no templates
+// of the standard library: one compiled for a wide instruction set could be shared with code for narrower machines.
 
 #if BYTES
 static const int W = BYTES / sizeof(T);
@@ -29,8 +28,8 @@ typedef bool Mask;
 #ifdef SINGLE
 static const int MANTISSA = 23;
 static const T MAGIC = T(12582912);  // 1.5 * 2^23: adding it rounds to the nearest integer, which is then in the low bits
-static const T MOST_POWER = T(125), MOST_K = T(128);  // beyond 2^+-125 the exponent may not fit
-static const T LEAST_EXP = T(-87), MOST_EXP = T(88);          // exp of less is taken for zero
+static const T MOST_POWER = T(125), MOST_K = T(128);  // beyond 2^+-125 the exponent can overflow
+static const T LEAST_EXP = T(-87), MOST_EXP = T(88);          // below LEAST_EXP, exp is zero
 static const T LN2_HIGH = T(0.693359375), LN2_LOW = T(-2.12194440054690583e-4);  // k LN2_HIGH is exact
 #else
 static const int MANTISSA = 52;
@@ -95,8 +94,8 @@ static INLINE Lanes times_power(Lanes value, Lanes shifted) {
     return value;
 }
 
-// 2^(a b_j) for G rates at once, step by step side by side: one alone is a long chain of operations that wait for each
-// other. The short form is for |a b_j| <= MOST_POWER; the other takes everything and gives the same bits there.
+// 2^(a b_j) for G rates side by side: one alone is a long chain of dependent operations. The short form needs
+// |a b_j| <= MOST_POWER; the other takes any value and gives the same bits in that range.
 template <int G, bool SHORT>
 static INLINE void powers(Lanes a, const Lanes* b, Lanes* to) {
     Lanes shifted[G], r[G];
@@ -106,7 +105,7 @@ static INLINE void powers(Lanes a, const Lanes* b, Lanes* to) {
     UNROLL for (int j = 0; j < G; ++j) {
         to[j] = times_power(to[j], shifted[j]);
         if (SHORT) continue;
-        const Lanes k = shifted[j] - MAGIC;  // the product itself, used here, would be rounded before it enters r
+        const Lanes k = shifted[j] - MAGIC;  // not from the product, which is rounded before it enters r
         to[j] = k < -MOST_POWER ? Lanes{} : to[j];
         to[j] = (k > MOST_K) | ((k == MOST_K) & (r[j] >= T(0))) ? splat(T(HUGE_VAL)) : to[j];
         to[j] = k == k ? to[j] : k;
@@ -118,7 +117,7 @@ static INLINE void powers(Lanes a, const Lanes* b, Lanes* to) {
 // -|x|
 static INLINE Lanes below_zero(Lanes x) { return x > T(0) ? -x : x; }
 
-// exp(x_j) with all its digits, also where x_j is large; zero below LEAST_EXP.
+// exp(x_j) to full accuracy, also for large x_j; zero below LEAST_EXP.
 template <int K>
 static INLINE void exponentials(const Lanes* x, Lanes* to) {
     Lanes shifted[K], r[K];
@@ -158,7 +157,7 @@ static INLINE void logs_1_plus(const Lanes* y, Lanes* to) {
     UNROLL for (int j = 0; j < K; ++j) to[j] = to[j] * s[j] * w[j] + (w[j] + w[j]);
 }
 
-// 1 / (1 + exp(-x)), and what is missing to 1, both with all their digits.
+// 1 / (1 + exp(-x)) and 1 minus it, both to full accuracy.
 template <int K>
 static INLINE void sigmoids(const Lanes* x, Lanes* of, Lanes* rest) {
     Lanes negative[K], y[K];
@@ -171,7 +170,7 @@ static INLINE void sigmoids(const Lanes* x, Lanes* of, Lanes* rest) {
     }
 }
 
-// PyTorch's softplus, which is linear above 20, and its derivative where SLOPE asks for it.
+// PyTorch's softplus, which is linear above 20, and with SLOPE its derivative.
 template <int K, bool SLOPE>
 static INLINE void softplus(const Lanes* x, Lanes* to, Lanes* slope) {
     Lanes negative[K], y[K];

@@ -1,4 +1,4 @@
-// What one call of the scan works on; the same for every instruction set.
+// The arguments of one call of the scan; the same for every instruction set.
 
 #ifndef MAMBACL_PROBLEM_H
 #define MAMBACL_PROBLEM_H
@@ -7,13 +7,13 @@
 #include <stdint.h>
 #include <string.h>
 
-static const int TILE = 16, MOST_STATES = 256;  // times between kept states; the largest number of states
+static const int TILE = 16, MOST_STATES = 256;  // time steps between kept states; largest number of states
 
 static inline long long least(long long a, long long b) { return a < b ? a : b; }
 
-// Distances are counted in elements and may be anything, also zero or negative.
+// Strides count elements and can have any value, also zero or negative.
 template <typename T>
-struct View {  // (b, l, d); `at` is null where the tensor is missing
+struct View {  // (b, l, d); `at` is null if the tensor is missing
     T* at;
     long long batch, time, channel;
 };

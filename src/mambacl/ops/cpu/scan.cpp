@@ -1,7 +1,7 @@
 // The selective scan on the CPU: a plain shared library with a C interface, called through ctypes.
 //
 // It needs neither Python's nor PyTorch's headers nor the C++ standard library, so one build serves every version of them.
-// The kernel is compiled once per instruction set, each time with vectors of its own size.
+// The kernel is compiled once per instruction set, each with its own vector size.
 
 #include <stdlib.h>
 
@@ -65,7 +65,7 @@ namespace avx2 {
 #endif
 
 #ifdef VECTORS
-#define BYTES 16  // SSE2, NEON, or what the compiler makes of it
+#define BYTES 16  // SSE2, NEON, or whatever the compiler maps it to
 #else
 #define BYTES 0
 #endif
@@ -119,8 +119,8 @@ Kernel<double> choose(const Problem<double>&, int set, bool backward) {
     CHOOSE(f64)
 }
 
-// The first half of a backward leaves sums of each image and of each item; the second adds them, always in one order, so
-// that neither the number of threads nor the other images of a batch change a bit.
+// The first phase of a backward writes sums per image and per item. The second adds them, always in the same order, so
+// that neither the number of threads nor the other images of a batch change the result.
 template <typename T>
 void add_items(const Problem<T>& p, const T* part, T* to, long long image, long long group) {
     const T* from = part + (image * p.groups + group) * p.chunks * p.length * p.states;
@@ -140,17 +140,17 @@ void add_images(const T* part, T* to, long long count, long long between, long l
 }
 
 template <typename T>
-struct Half {  // one of the two, as the threads take it
+struct Phase {  // the two phases, in the form that `spread` calls
     const Problem<T>* p;
     Kernel<T> kernel;
 
     static void first(const void* self, long long index, void* memory) {
-        const Half& half = *static_cast<const Half*>(self);
-        half.kernel.item(*half.p, item_at(*half.p, index), memory);
+        const Phase& phase = *static_cast<const Phase*>(self);
+        phase.kernel.item(*phase.p, item_at(*phase.p, index), memory);
     }
 
     static void second(const void* self, long long index, void*) {
-        const Problem<T>& p = *static_cast<const Half*>(self)->p;
+        const Problem<T>& p = *static_cast<const Phase*>(self)->p;
         if (index < p.batch * p.groups) {
             add_items(p, p.part_B, p.dB, index / p.groups, index % p.groups);
             add_items(p, p.part_C, p.dC, index / p.groups, index % p.groups);
@@ -173,28 +173,28 @@ int run(Problem<T>& p, int set, int threads, Parallel parallel) {
     if (set < 0 || set >= SETS || !available(set)) return NO_SET;
     if (p.states < 1 || p.states > MOST_STATES) return NO_STATES;
     const bool backward = p.dout.at != nullptr;
-    // Parts of 64 channels, or more where that would be many: by the shape alone.
+    // Chunks of 64 channels, or more if there would be too many; this depends on the shape alone.
     const long long even = (p.width() + 15) / 16;
     p.chunk = (even + 63) / 64 * 64;
     p.chunks = (p.width() + p.chunk - 1) / p.chunk;
     const long long items = p.batch * p.groups * p.chunks;
-    const Half<T> half = {&p, choose(p, set, backward)};
-    const long long work = p.batch * p.length * p.channels * p.states >> 16;  // less is done before another thread wakes
+    const Phase<T> phase = {&p, choose(p, set, backward)};
+    const long long work = p.batch * p.length * p.channels * p.states >> 16;  // less is done before another thread wakes up
     if (threads > 1 + work) threads = int(1 + work);
-    const long long bytes = half.kernel.vectors(p) * half.kernel.bytes;
-    if (!backward) return spread(half.first, &half, items, bytes, threads, parallel) ? NONE : NO_MEMORY;
+    const long long bytes = phase.kernel.vectors(p) * phase.kernel.bytes;
+    if (!backward) return spread(phase.first, &phase, items, bytes, threads, parallel) ? NONE : NO_MEMORY;
     const long long of_B = items * p.length * p.states, of_A = p.batch * p.channels * p.states;
     T* memory = static_cast<T*>(malloc(sizeof(T) * (2 * of_B + of_A + 2 * p.batch * p.channels)));
     if (!memory) return NO_MEMORY;
     p.part_B = memory, p.part_C = p.part_B + of_B, p.part_A = p.part_C + of_B;
     p.part_D = p.part_A + of_A, p.part_bias = p.part_D + p.batch * p.channels;
-    bool done = spread(half.first, &half, items, bytes, threads, parallel);
-    done = done && spread(half.second, &half, p.batch * p.groups + p.groups * p.chunks, 0, threads, parallel);
+    bool done = spread(phase.first, &phase, items, bytes, threads, parallel);
+    done = done && spread(phase.second, &phase, p.batch * p.groups + p.groups * p.chunks, 0, threads, parallel);
     free(memory);
     return done ? NONE : NO_MEMORY;
 }
 
-// Reads the arguments one after another, in the order that __init__.py writes them.
+// Reads the arguments in the order in which __init__.py writes them.
 template <typename T>
 struct Arguments {
     void* const* pointers;
@@ -251,5 +251,5 @@ EXPORT int mambacl_scan_f64(void* const* pointers, const long long* numbers, int
     return call<double>(pointers, numbers, set, threads, parallel);
 }
 
-// Some linkers are told that every extension module exports this; nothing imports the library as a module.
+// Some build tools make the linker export this symbol; nothing imports the library as a Python module.
 EXPORT void* PyInit__scan() { return nullptr; }

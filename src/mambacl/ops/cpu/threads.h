@@ -1,9 +1,9 @@
 // Work shared by a few threads; the result of an item never depends on the thread that takes it.
 //
-// On Linux the threads are PyTorch's own: the caller passes GOMP_parallel, found in the OpenMP library that PyTorch loaded.
-// Linking one here could bring a second copy into the process, whose threads would spin beside PyTorch's; and a library
-// that links none runs wherever PyTorch does. Without the function one thread does the work. Elsewhere threads of the C++
-// standard library do.
+// On Linux the work runs on PyTorch's threads: the caller passes GOMP_parallel from the OpenMP library that PyTorch
+// loaded. Linking OpenMP here could load a second copy, whose threads would compete with PyTorch's; without it, this
+// library runs wherever PyTorch does. If the function is missing, one thread does the work. On other systems the work
+// runs on threads of the C++ standard library.
 
 #ifndef MAMBACL_THREADS_H
 #define MAMBACL_THREADS_H
@@ -21,7 +21,7 @@ namespace {
 struct Team {
     void (*work)(const void* context, long long item, void* memory);
     const void* context;
-    long long items, bytes;  // `bytes` of memory for each thread, aligned as the widest vectors want it
+    long long items, bytes;  // `bytes` of memory per thread, aligned for the widest vectors
     std::atomic<long long> next;
     std::atomic<bool> failed;
 };
@@ -30,7 +30,7 @@ void member(void* data) {
     Team& team = *static_cast<Team*>(data);
     char* memory = static_cast<char*>(malloc(size_t(team.bytes + 64)));
     if (!memory) {
-        team.failed = true;  // the others do the work, and the caller hears of it
+        team.failed = true;  // the other threads do the work; the caller gets an error
         return;
     }
     void* aligned = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
@@ -38,7 +38,7 @@ void member(void* data) {
     free(memory);
 }
 
-// Whether there was memory.
+// Returns whether the memory could be allocated.
 bool spread(void (*work)(const void*, long long, void*), const void* context, long long items, long long bytes,
             int threads, Parallel parallel) {
     Team team;

@@ -1,7 +1,7 @@
 // Tiles of TILE times by W channels: read from and written to tensors of any strides. Included after lanes.h.
 //
-// Where the channels of a tensor are contiguous a tile is read in place, row after row. Where the times are, as in the
-// public (b, d, l), it is transposed by quads of 16 bytes through a buffer. Anything else goes number by number.
+// If the channels of a tensor are contiguous, a tile is read in place, row by row. If the times are, as in the public
+// (b, d, l), it is transposed by quads of 16 bytes through a buffer. Any other layout is copied number by number.
 
 struct Place {
     long long image, step, steps, channel, count;  // steps are times in the order of the scan; `count` <= W channels
@@ -71,9 +71,9 @@ static INLINE U* corner(const View<U>& view, const Place& place, long long lengt
     return view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
 }
 
-// Asks for a tile ahead of its use: it is a short piece of each of many rows, and processors do not guess the next. The
-// pieces go to the second cache, because the first takes few requests at a time. Small tensors are there anyway. Always
-// inlined: GCC leaves out calls of a function that does nothing else.
+// Prefetches a tile: it consists of short pieces of many rows, which processors do not predict. The pieces go to the L2
+// cache, because L1 takes few requests at a time. Small tensors are cached anyway. Always inlined: GCC drops calls of a
+// function that only prefetches.
 static const long long SMALL = 1 << 17;  // bytes of a tensor
 
 template <typename U>
@@ -82,7 +82,7 @@ static INLINE void fetch(const Problem<T>& p, const View<U>& view, const Place& 
     U* at = corner(view, place, p.length, p.reverse);
     if (view.channel == 1) {
         const U* end = at + place.count;
-        if ((uintptr_t(end) - 1) / 64 == (uintptr_t(at) - 1) / 64) return;  // on a cache line with the block before
+        if ((uintptr_t(end) - 1) / 64 == (uintptr_t(at) - 1) / 64) return;  // same cache line as the previous block
         for (long long t = 0; t < place.steps; ++t) PREFETCH(at + t * view.time + place.count - 1);
     } else if (view.time == 1) {
         for (long long c = 0; c < place.count; ++c) {
@@ -123,7 +123,7 @@ static void carry(const View<U>& view, const Place& place, long long length, boo
         }
 }
 
-// The rows of a tile, where they lie or in the buffer. Channels beyond `count` are zero.
+// The rows of a tile, in place or copied to the buffer. Channels beyond `count` are zero.
 static INLINE Rows<const T> rows_of(
     const View<const T>& view, const Place& place, long long length, bool reverse, T* buffer) {
     if (in_place(view, place)) return rows_in_place(view, place, length, reverse);
@@ -131,7 +131,7 @@ static INLINE Rows<const T> rows_of(
     return {buffer, W};
 }
 
-// Rows to write to, and what brings them to their place afterwards.
+// Rows to write to; `flush` then copies them to the tensor if they are in the buffer.
 static INLINE Rows<T> rows_for(const View<T>& view, const Place& place, long long length, bool reverse, T* buffer) {
     if (in_place(view, place)) return rows_in_place(view, place, length, reverse);
     return {buffer, W};

@@ -1,1 +1,1 @@
-"""The Triton side of the operators: imported only where a kernel runs."""
+"""The operators' Triton kernels. Imported only when one of them runs, because Triton is optional."""

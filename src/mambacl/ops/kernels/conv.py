@@ -3,14 +3,14 @@
 
     a_t = bias + sum_i w_i x_{t - left + i},    y_t = silu(a_t),    i = 0 .. k - 1; x is zero outside 0 .. l - 1
 
-`left` is k - 1 for the causal convolution; the reverse one has its taps mirrored and left = 0. A program owns a block
-of channels and walks along a chunk of one image's tokens. The last k tokens stay in registers, so that each input is
-read once, but for k - 1 tokens where chunks meet. Several rows are loaded before the first is used, so that many bytes
-are on their way. Backward, with g_t = dy_t silu'(a_t) computed again and kept in registers likewise:
+`left` is k - 1 for the causal convolution; the reverse one has mirrored taps and left = 0. A program processes a block
+of channels and a chunk of one image's tokens. The last k tokens stay in registers, so each input is read once, except
+for k - 1 tokens at chunk boundaries. Several rows are loaded before the first is used, to hide the latency of memory.
+The backward recomputes g_t = dy_t silu'(a_t) and also keeps it in registers:
 
     dx_s = sum_i w_i g_{s + left - i},    dw_i = sum_t g_t x_{t - left + i},    dbias = sum_t g_t
 
-The sums over tokens are one partial sum a chunk, added up by PyTorch: no atomics, the same bits each time.
+Each chunk writes one partial sum over its tokens, and PyTorch adds them up: no atomics, so results are reproducible.
 """
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mambacl.ops.kernels.launch import accumulator, launch, torch_type, unit_stride
 
-ROWS = 4  # loaded before the first is used
-ENOUGH_THREADS = 2**17  # about half of what a large GPU holds at a time
+ROWS = 4  # rows loaded before the first is used
+ENOUGH_THREADS = 2**17  # about half of what a large GPU holds at once
 
 
 @triton.jit
@@ -30,18 +30,19 @@ def _appended(values, value):
 
 
 @triton.jit
-def _there(channel, width, exists):
-    """The mask of a row: no channel where the token does not exist. The interpreter cannot join a scalar to a mask."""
+def _row_mask(channel, width, exists):
+    """The mask of a token's row; all false if the token does not exist. The interpreter cannot combine a scalar and a
+    mask."""
     return channel < tl.where(exists, width, 0)
 
 
 @triton.jit
 def _rows(x, first, stride, length, channel, width, COUNT: tl.constexpr, ACC: tl.constexpr):
-    """So many tokens of every channel of the block, zero outside the sequence."""
+    """COUNT tokens of every channel of the block, zero outside the sequence."""
     rows = ()
     for i in tl.static_range(COUNT):
         token = first + i
-        there = _there(channel, width, (token >= 0) & (token < length))
+        there = _row_mask(channel, width, (token >= 0) & (token < length))
         rows = _appended(rows, tl.load(x + token * stride + channel, mask=there, other=0.0).to(ACC))
     return rows
 
@@ -65,7 +66,7 @@ def _preactivation(window, taps, offset, K: tl.constexpr):
 
 @triton.jit
 def _gradient(window, taps, offset, dy, valid, K: tl.constexpr, SILU: tl.constexpr):
-    """g of one token, zero where there is none, whatever its neighbours hold."""
+    """g of one token; zero if the token does not exist, whatever its neighbours are."""
     g = dy
     if SILU:
         a = _preactivation(window, taps, offset, K)
@@ -126,7 +127,7 @@ def _forward(
             a = _preactivation(rows[u : u + K], taps, offset, K)
             if SILU:
                 a = a / (1.0 + tl.exp(-a))
-            there = _there(channel, width, token + u < length)
+            there = _row_mask(channel, width, token + u < length)
             tl.store(y + (token + u) * width + channel, a.to(y.dtype.element_ty), mask=there)
         window = rows[ROWS:]
 
@@ -182,7 +183,7 @@ def _backward(
         sums = _appended(sums, zero)
     total = zero
 
-    # g of the k - 1 tokens from first - RIGHT on. Those before the chunk are for other programs to sum.
+    # g of the k - 1 tokens from first - RIGHT on. Other programs sum those before this chunk.
     RIGHT: tl.constexpr = K - 1 - LEFT
     head = _rows(x, first - (K - 1), x_l, length, channel, width, 2 * K - 2, ACC)
     head_dy = _rows(dy, first - RIGHT, dy_l, length, channel, width, K - 1, ACC)
@@ -213,7 +214,7 @@ def _backward(
             out = zero
             for i in tl.static_range(K):
                 out += taps[i] * g[u + K - 1 - i]
-            there = _there(channel, width, token + u < length)
+            there = _row_mask(channel, width, token + u < length)
             tl.store(dx + (token + u) * width + channel, out.to(dx.dtype.element_ty), mask=there)
         window = rows[ROWS:]
         g = g[ROWS:]
@@ -265,7 +266,7 @@ def backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias; what is not needed has no elements and costs nothing."""
+    """Returns dx, dweight and dbias; those not needed are empty."""
     x, dy = unit_stride(x), unit_stride(dy)
     batch, length, width = x.shape
     taps = weight.shape[1]
@@ -303,16 +304,14 @@ def backward(
 
 
 def _blocks(x: Tensor, taps: int) -> tuple[int, int, int]:
-    """Channels of a block, its warps, tokens of a chunk.
+    """Channels per block, warps per block, tokens per chunk.
 
-    The block that leaves the fewest lanes idle; chunks of one length, as long as still gives enough threads, for k - 1
-    tokens are read twice where chunks meet.
+    The block size leaves the fewest lanes idle. Chunks are as long as possible while enough threads remain, because
+    k - 1 tokens are read twice at each chunk boundary.
     """
     batch, length, width = x.shape
     block = min((256, 128, 64), key=lambda size: triton.cdiv(width, size) * size)
-    channels = (8 if x.element_size() == 2 else 4) // (
-        2 if taps <= 4 else 4
-    )  # of one thread: more taps, more registers
+    channels = (8 if x.element_size() == 2 else 4) // (2 if taps <= 4 else 4)  # per thread; taps take registers
     warps = max(1, block // (32 * channels))
     threads = triton.cdiv(width, block) * batch * warps * 32
     tokens = 64

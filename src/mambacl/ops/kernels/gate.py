@@ -4,13 +4,13 @@
     n = y r,   r = (mean of y^2 over the group + eps)^(-1/2)      (no group: n = y)
     v = n + D x,   out = v silu(z)
 
-Backward, everything computed again from y, x and z:
+The backward recomputes everything from y, x and z:
 
     dv = dout silu(z),   dz = dout v silu'(z),   dx = dv D,   dD = sum over tokens of dv x,
     dy = r (dv - n mean(dv n))
 
-A program owns one group of channels, or a block of them where there is no norm, and a tile of rows (all tokens of all
-images are rows). For dD it walks through several tiles and leaves one partial sum; PyTorch adds them up.
+A program processes one group of channels (without norm: one block) and a tile of rows; every token of every image is a
+row. For dD it takes several tiles and writes one partial sum; PyTorch adds them up.
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, torch_type
 
-TILE = 1024  # values; 8 for each thread of four warps
+TILE = 1024  # values per tile: 8 per thread of four warps
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def forward(y: Tensor, x: Tensor, D: Tensor, z: Tensor, group: int, eps: float, 
 def backward(
     dout: Tensor, y: Tensor, x: Tensor, D: Tensor, z: Tensor, group: int, eps: float, needs_D: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dy, dx, dz, dD; a dD that is not needed has no elements and costs nothing."""
+    """Returns dy, dx, dz and dD; dD is empty if it is not needed."""
     dy, dx, dz = (torch.empty(tensor.shape, dtype=tensor.dtype, device=y.device) for tensor in (y, x, z))
     acc = accumulator(y, x, z)
     dout, y, x, z = as_rows(dout), as_rows(y), as_rows(x), as_rows(z)
@@ -176,7 +176,7 @@ def backward(
 
 
 def _columns(width: int, group: int) -> tuple[int, int, int]:
-    """Channels that a program owns, how many such there are side by side, columns of its tile."""
+    """Channels per program, programs needed for all channels, columns of a tile."""
     if group:
         return group, width // group, triton.next_power_of_2(group)
     columns = min((256, 128, 64), key=lambda size: triton.cdiv(width, size) * size)
@@ -184,5 +184,5 @@ def _columns(width: int, group: int) -> tuple[int, int, int]:
 
 
 def _warps(tile: int) -> int:
-    """Eight values a thread."""
+    """Eight values per thread."""
     return min(16, max(1, tile // 256))

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped, import-not-found"
-"""What the hosts of all kernel families share: the launch, layouts, types and the sizes of blocks."""
+"""Helpers for launching kernels: the launch itself, layouts, dtypes and block sizes."""
 
 import functools
 from typing import Any
@@ -9,17 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_PARTIALS = 2048  # partial sums of a parameter's gradient: small beside its inputs, and work for any GPU
+MOST_PARTIALS = 2048  # of a parameter's gradient: small compared to the inputs, enough to fill any GPU
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *inputs: Tensor | int, **constants: Any) -> None:
-    """Runs a kernel on tensors and numbers, the constants by name, as `kernel[grid](*inputs, **constants)` does.
+    """Like `kernel[grid](*inputs, **constants)`, but faster.
 
-    Triton's own way through all arguments takes several times as long as starting the kernel. What it would find out is
-    remembered here by the types of the tensors, whether they are aligned, and all numbers.
+    Triton's own processing of the arguments takes several times as long as starting the kernel. This caches the
+    compiled kernel by the tensors' dtypes, their alignment, and all numbers.
     """
     first = inputs[0]
     assert isinstance(first, Tensor)
@@ -40,18 +40,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *inputs: Tensor | int, **constant
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with its channels next to each other: itself, wherever they are."""
+    """x with contiguous channels: x itself if it has them, otherwise a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(.., d) as (rows, d), channels next to each other. A view of whatever has one row stride, as half of a linear
-    layer's output has; anything else is copied."""
+    """(.., d) as (rows, d) with contiguous channels: a view if all rows have the same stride, as half of a linear
+    layer's output has; otherwise a copy."""
     return unit_stride(x).reshape(-1, x.shape[-1])
 
 
 def accumulator(*tensors: Tensor) -> tl.dtype:
-    """What a kernel computes in: float64 where an input is, else float32."""
+    """The dtype a kernel computes in: float64 if an input is float64, otherwise float32."""
     return tl.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else tl.float32
 
 
@@ -66,15 +66,16 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
 
 @functools.cache
 def as_exact_as_float32(device: torch.device) -> str:
-    """How `tl.dot` takes float32: in halves and on the tensor cores where a GPU has them, digit for digit elsewhere."""
+    """The `input_precision` of `tl.dot` that keeps float32 accuracy: three TF32 products if the GPU has tensor
+    cores."""
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return "tf32x3" if fast else "ieee"
 
 
 def row_blocks(rows: int, columns: int, elements: int, summed: bool) -> tuple[int, int, int]:
-    """Rows of a tile, tiles that one program walks through, programs, for tiles of about `elements` values.
+    """Rows per tile, tiles per program and number of programs, for tiles of about `elements` values.
 
-    A program walks through one tile, or, where it sums over its rows, through so many that few partial sums remain.
+    A program that sums over its rows takes several tiles, which limits the number of partial sums; others take one.
     """
     block = max(1, elements // columns)
     tiles = triton.cdiv(rows, block)

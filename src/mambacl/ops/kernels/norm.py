@@ -3,11 +3,11 @@
 
     n = x r,   r = (mean of x^2 + eps)^(-1/2),   out = w n
 
-n is rounded to x's type before the weight, and the product to the wider of the two types, as PyTorch does it. Backward:
+As in PyTorch, n is rounded to x's dtype, and the product to the wider of the two dtypes. Backward:
 
     dn = w dout,   dx = r (dn - n mean(dn n)),   dw = sum over rows of dout n
 
-A program has whole rows. For dw it walks through several tiles of them and leaves one partial sum; PyTorch adds them.
+A program processes whole rows. For dw it takes several tiles and writes one partial sum; PyTorch adds them up.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, torch_type, triton_type
 
-TILE = 1024  # values; 8 for each thread of four warps
+TILE = 1024  # values per tile: 8 per thread of four warps
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor
 
 
 def backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: bool) -> tuple[Tensor, Tensor]:
-    """dx, dweight; a dweight that is not needed has no elements and costs nothing."""
+    """Returns dx and dweight; dweight is empty if it is not needed."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dout, x = as_rows(dout), as_rows(x)
     columns = triton.next_power_of_2(x.shape[1])
@@ -130,5 +130,5 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: 
 
 
 def _warps(tile: int) -> int:
-    """Eight values a thread."""
+    """Eight values per thread."""
     return min(16, max(1, tile // 256))

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
-"""Rotary embedding over the states, each state of a pair with a frequency of its own.
+"""Rotary embedding over the states. The two states of a pair can have different frequencies.
 
     out_k = M_k cos(a_k) + s_k M_k' sin(a_k),    a_k = t f_k / scale,    k' the other of the pair, s = -1, +1, -1, ..
 
-Backward, of the frequencies fixed: dM_k = g_k cos(a_k) - s_k g_k' sin(a_k').
+Backward, for fixed frequencies: dM_k = g_k cos(a_k) - s_k g_k' sin(a_k').
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mambacl.ops.kernels.launch import launch
 
-TILE = 1024  # values of a program
+TILE = 1024  # values per program
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _rotate(
 
 
 def run(M: Tensor, freq: Tensor, scale: float, backward: bool, dtype: torch.dtype) -> Tensor:
-    """M (b, l, m, n) rotated, or a gradient rotated back, as a contiguous tensor of `dtype`."""
+    """Rotates M (b, l, m, n), or a gradient in the backward. Returns a contiguous tensor of `dtype`."""
     M = M if M.stride(3) == 1 else M.contiguous()
     out = torch.empty(M.shape, dtype=dtype, device=M.device)
     batch, length, matrices, states = M.shape

@@ -1,18 +1,19 @@
-"""The selective scan as Triton kernels, forward, backward and, where time is split, what comes before. Imported only
-where they are used.
+"""Triton kernels for the recurrence of the selective scan: forward, backward, and `scan_ends` for split time.
 
-Each program is one warp that walks through time for one image and a block of channels, the states in registers. A tile
-of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) holds NT states of each of DT channels.
-State n is NT * ln + nt, channel d is DT * ld + dt, so that a lane's own states and channels are contiguous in memory,
-and that the sums over states (of y) and over channels (of dB and dC) need few shuffles each, none of them across warps.
+Each program is one warp. It steps through time for one image and a block of channels, with the states in registers. A
+tile of states has four axes, (LN, LD, NT, DT): each of the LN x LD = 32 lanes holds NT states of each of DT channels.
+State n is NT * ln + nt, channel d is DT * ld + dt. A lane's states and channels are therefore contiguous in memory, and
+the sums over states (y) and over channels (dB and dC) need few shuffles and none across warps.
 
-Where there are too few recurrences to fill a GPU, time is split into segments, each a program of its own, and these
-into pieces of W steps: `scan_ends` first finds what each piece makes of a zero state, and how much it lets through of
-another one, from which every program puts its own first state together.
+If the recurrences are too few to fill the GPU, time is split into segments, one per program, and these into pieces of W
+steps. `scan_ends` first computes, for each piece, its final state from a zero start and the sum of its deltas, which
+gives its decay. From these every program computes the state its segment starts with.
 
-All kernels take T steps at a time, all their loads before their arithmetic. The forward keeps the state before every
-T * EVERY steps; the backward computes from it the states of T steps, then goes back through them. Nothing is summed in
-an order that varies: what several programs add up (dA over images, dB and dC over blocks of channels) they write apart.
+All kernels process T steps at a time and load all inputs before the arithmetic. The forward keeps the state before
+every T * EVERY steps; the backward recomputes the states of T steps from it, then goes back through them. Sums are
+reproducible: programs write their parts of dA (per image) and of dB and dC (per block of channels) separately.
+
+Masks: `there` marks the channels of a block that exist, `real` the states that exist.
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 # ruff: noqa: RUF005, SIM102
@@ -29,8 +30,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _place(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr):
-    """A block's group; its channels (LN, LD, 1, DT), and which of them there are; its states (LN, LD, NT, 1), and
-    which of them there are; its places in a matrix (channels, states)."""
+    """Of a block: its group; its channels (LN, LD, 1, DT) and the mask of those that exist; its states (LN, LD, NT, 1)
+    and their mask; its offsets in a matrix (channels, states)."""
     ln = tl.arange(0, LN)[:, None, None, None]
     ld = tl.arange(0, LD)[None, :, None, None]
     nt = tl.arange(0, NT)[None, None, :, None]
@@ -40,20 +41,20 @@ def _place(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN
     channels = tl.broadcast_to(group * K + inside, [LN, LD, 1, DT])
     there = tl.broadcast_to(inside < K, [LN, LD, 1, DT])
     states = tl.broadcast_to(NT * ln + nt, [LN, LD, NT, 1])
-    # A matrix is loaded in the layout that it is computed in; the compiler would choose wider loads, and convert.
+    # Load the matrix in the layout of the computation; otherwise the compiler chooses wider loads and converts.
     matrix = tl.max_contiguous(channels * N + states, [1, 1, 1, 1])
     return group, channels, there, states, states < N, matrix
 
 
 @triton.jit
 def _before(i, count):
-    """Whether i < count, as a block: the interpreter cannot join a scalar to a mask."""
+    """Whether i < count, as a block: the interpreter cannot combine a scalar and a mask."""
     return tl.full([1, 1, 1, 1], i, tl.int32) < count
 
 
 @triton.jit
 def _decay(A_ptr, matrix, mask, LOG_A: tl.constexpr):
-    """A of a tile, or from log(-A), times log2(e): the kernels take powers of two."""
+    """A log2(e) of a tile, from A or log(-A): the kernels compute powers of two."""
     A = tl.load(A_ptr + matrix, mask=mask, other=0.0)
     if LOG_A:
         A = tl.where(mask, -tl.exp(A), 0.0)
@@ -61,8 +62,8 @@ def _decay(A_ptr, matrix, mask, LOG_A: tl.constexpr):
 
 
 @triton.jit
-def _steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
-    """T steps of an input; in the tail, those from `count` on are zeros."""
+def _load_steps(pointers, stride: tl.constexpr, mask, count, T: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
+    """Loads T steps of an input. In the tail, the steps from `count` on are zeros."""
     found = ()
     for i in tl.static_range(T):
         if TAIL:
@@ -90,13 +91,13 @@ def _xor(x, y):
 def _two_over_channels(x, y, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr):
     """Sums over the channels, (LN, LD, NT, 1): of x in every second lane of LD, of y in the others.
 
-    Neighbours first exchange what the other one adds up, so that from there on each has one sum instead of two.
+    Neighbouring lanes first exchange values, so that each then computes one sum instead of two.
     """
     x, y = tl.sum(x, axis=3, keep_dims=True), tl.sum(y, axis=3, keep_dims=True)
     second = tl.broadcast_to(tl.arange(0, LD)[None, :, None, None] % 2 == 1, [LN, LD, NT, 1])
     own = tl.reshape(tl.where(second, y, x), [LN, LD // 2, 2, NT])
     given = tl.reshape(tl.where(second, x, y).to(tl.int32, bitcast=True), [LN, LD // 2, 2, NT])
-    taken = (tl.reduce(given, 2, _xor, keep_dims=True) ^ given).to(tl.float32, bitcast=True)  # the neighbour's bits
+    taken = (tl.reduce(given, 2, _xor, keep_dims=True) ^ given).to(tl.float32, bitcast=True)  # the neighbour's value
     sums = tl.sum(own + taken, axis=1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(sums, [LN, LD // 2, 2, NT]), [LN, LD, NT, 1])
 
@@ -107,10 +108,10 @@ def _ends_chunk(
     x_l: tl.constexpr, delta_l: tl.constexpr, M_l: tl.constexpr, T: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr, BACKWARD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The state, or its gradient, after T steps, and the sum of deltas."""
-    xs = _steps(x_ptrs, x_l, there, count, T, not EVEN_K, TAIL)
-    deltas = _steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
-    Ms = _steps(M_ptrs, M_l, real, count, T, not EVEN_N, TAIL)
+    """Returns the state (or its gradient) after T steps, and the sum of the deltas."""
+    xs = _load_steps(x_ptrs, x_l, there, count, T, not EVEN_K, TAIL)
+    deltas = _load_steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
+    Ms = _load_steps(M_ptrs, M_l, real, count, T, not EVEN_N, TAIL)
     for i in tl.static_range(T):
         if BACKWARD:
             delta = deltas[T - 1 - i]
@@ -132,9 +133,9 @@ def scan_ends(
     N: tl.constexpr, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr,
     T: tl.constexpr, LOG_A: tl.constexpr, REVERSE: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The state after each of some pieces of W steps that begins with none, (b, pieces, n, d), x being u and M being B;
-    or, backward, the gradient with regard to the state before it, x being dy and M being C. And the sums of its deltas.
-    The pieces are those from `first` on; only backward may one be the last, and shorter."""
+    """For each piece of W steps from `first` on: the state after it, starting from zero, (b, pieces, n, d), and the sum
+    of its deltas. x is u and M is B. In the backward: the gradient of the state before it; x is dy and M is C. Only the
+    backward includes the last piece, which can be shorter."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
@@ -185,14 +186,14 @@ def _forward_chunk(
     LN: tl.constexpr, LD: tl.constexpr, DT: tl.constexpr, T: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The state after T steps; the outputs are written."""
-    us = _steps(u_ptrs, u_l, there, count, T, not EVEN_K, TAIL)
-    deltas = _steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
-    Bs = _steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
-    Cs = _steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
+    """Writes T outputs; returns the state after them."""
+    us = _load_steps(u_ptrs, u_l, there, count, T, not EVEN_K, TAIL)
+    deltas = _load_steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
+    Bs = _load_steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
+    Cs = _load_steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
     for i in tl.static_range(T):
         new = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
-        if TAIL:  # 0 times an infinite A is no number
+        if TAIL:  # 0 times an infinite A is NaN
             new = tl.where(_before(i, count), new, h)
         h = new
         if not EVEN_N:
@@ -223,7 +224,7 @@ def scan_forward(
     segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = _decay(A_ptr, matrix, there & real, LOG_A)
-    start = image * 0  # offsets are of 64 bits, and start from here
+    start = image * 0  # makes the offsets 64-bit
     if REVERSE:
         start += L - 1
     u_ptr += image * u_b + start * u_l
@@ -274,16 +275,16 @@ def _backward_chunk(
     T: tl.constexpr, NEED_A: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, SOFTPLUS: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients with regard to the state before T steps and to A; those of the inputs are written.
+    """Writes the inputs' gradients for T steps; returns the gradients of the state before them and of A.
 
     With g the gradient of the state h = a h' + x B, where a = exp(delta A) and x = delta u:
     dB = g x, dC = h dy, dx = <g, B>, dA = g a h' delta, ddelta = <g a h', A> + dx u, du = dx delta, dh' = a g.
     """
-    us = _steps(u_ptrs, u_l, there, count, T, not EVEN_K, TAIL)
-    deltas = _steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
-    dys = _steps(dy_ptrs, dy_l, there, count, T, not EVEN_K, TAIL)
-    Bs = _steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
-    Cs = _steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
+    us = _load_steps(u_ptrs, u_l, there, count, T, not EVEN_K, TAIL)
+    deltas = _load_steps(delta_ptrs, delta_l, there, count, T, not EVEN_K, TAIL)
+    dys = _load_steps(dy_ptrs, dy_l, there, count, T, not EVEN_K, TAIL)
+    Bs = _load_steps(B_ptrs, B_l, real, count, T, not EVEN_N, TAIL)
+    Cs = _load_steps(C_ptrs, C_l, real, count, T, not EVEN_N, TAIL)
     olds = ()
     for i in tl.static_range(T):
         olds = olds + (h,)
@@ -305,7 +306,7 @@ def _backward_chunk(
         ddelta = LN2 * tl.broadcast_to(_over_states(w * A), [LN, LD, 1, DT]) + dx * u
         if SOFTPLUS:
             ddelta *= sigmoid_of_softplus(delta)
-        if TAIL:  # a step that does not exist changes nothing, whatever the state
+        if TAIL:  # steps beyond the end must not change anything
             inside = _before(i, count)
             w, a = tl.where(inside, w, 0.0), tl.where(inside, a, 1.0)
         if NEED_A:
@@ -328,7 +329,7 @@ def _state_before(
     u_l: tl.constexpr, delta_l: tl.constexpr, B_l: tl.constexpr, D: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     EVERY: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """The state before a chunk: the nearest that was kept, and the steps from there."""
+    """The state before a chunk, recomputed from the nearest kept state."""
     first = chunk // EVERY
     zero = tl.program_id(0).to(tl.int64) * 0
     places = kept_ptr + (zero + first) * N * D + states * D + channels
@@ -338,9 +339,9 @@ def _state_before(
         h = tl.load(places, mask=there & real, other=0.0)
     for before in range(first * EVERY, chunk):
         at = zero + before * T
-        us = _steps(u_ptr + at * u_l + channels, u_l, there, T, T, not EVEN_K, False)
-        deltas = _steps(delta_ptr + at * delta_l + channels, delta_l, there, T, T, not EVEN_K, False)
-        Bs = _steps(B_ptr + at * B_l + states, B_l, real, T, T, not EVEN_N, False)
+        us = _load_steps(u_ptr + at * u_l + channels, u_l, there, T, T, not EVEN_K, False)
+        deltas = _load_steps(delta_ptr + at * delta_l + channels, delta_l, there, T, T, not EVEN_K, False)
+        Bs = _load_steps(B_ptr + at * B_l + states, B_l, real, T, T, not EVEN_N, False)
         for i in tl.static_range(T):
             h = tl.exp2(deltas[i] * A) * h + (deltas[i] * us[i]) * Bs[i]
     return h
@@ -357,8 +358,8 @@ def scan_backward(
     LAST: tl.constexpr, NEED_A: tl.constexpr, SOFTPLUS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """du, ddelta (b, l, d); dA (b * segments, d, n), to be summed; parts of dB and dC (b, blocks, l, 2, n), to be
-    summed over the blocks of a group. With SOFTPLUS, delta is a softplus, and ddelta the gradient with regard to what
-    went into it; with LOG_A, A holds log(-A), and dA its gradient."""
+    summed over the blocks of a group. SOFTPLUS: delta is the output of a softplus, and ddelta is the gradient of its
+    input. LOG_A: A holds log(-A), and dA is its gradient."""
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     EVEN_N: tl.constexpr = N == NT * LN
     WAY: tl.constexpr = -1 if REVERSE else 1
@@ -367,7 +368,7 @@ def scan_backward(
     segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
     group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
     A = _decay(A_ptr, matrix, there & real, LOG_A)
-    start = image * 0  # offsets are of 64 bits, and start from here
+    start = image * 0  # makes the offsets 64-bit
     if REVERSE:
         start += L - 1
     dy_ptr += image * dy_b + start * dy_l
@@ -390,7 +391,7 @@ def scan_backward(
     dA = tl.zeros([LN, LD, NT, DT], tl.float32)
     whole, first, end = L // T, 0, L // T
     if SEGMENTS > 1:
-        later = tl.cdiv(L, W) - PIECES  # than the first segment
+        later = tl.cdiv(L, W) - PIECES  # pieces after the first segment
         g = carried(
             g, A, ends_ptr, sums_ptr, image * later + later - 1, later - segment * PIECES, -1, channels, states, there,
             real, D, N,

@@ -1,14 +1,16 @@
-"""The selective scan of a single state, for tensors with time contiguous: a tile of channels and steps at a time.
+"""Triton kernels for the selective scan with a single state and contiguous time.
 
     h_t = a_t h_{t-1} + b_t,  a = exp(dt A),  b = dt u B,  y = C h + D u,  out = y silu(z)
 
-With one state there is little to compute, and memory sets the pace. A program takes CH channels of one image and goes
-through time in tiles of S segments of Q steps. A lane owns one segment of one channel: it reads the steps in vectors of
-V, goes through them one after the other, and only what a segment makes of a state passes between lanes. Backward, p is
-the gradient of h, and q that of the state before:
+With one state the arithmetic is cheap and memory limits the speed. A program processes CH channels of one image, in
+tiles of S segments of Q steps. A lane owns one segment of one channel: it reads the steps in vectors of V and runs the
+recurrence over them; lanes exchange only the effect of each segment on the state. In the backward, p is the gradient
+of h_t and q that of h_{t-1}:
 
     p_t = C_t dy_t + q_{t+1},  q_t = a_t p_t,  dB = p dt u,  dC = h dy,
     ddt = p (a_t h_{t-1} A + B u),  du = p B dt + D dy
+
+The mask `there` marks the channels of a block that exist.
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 # ruff: noqa: RUF005, SIM102
@@ -23,18 +25,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _then(a, b, a_next, b_next):
+def _compose(a, b, a_next, b_next):
+    """The map h -> a h + b followed by h -> a_next h + b_next."""
     return a * a_next, a_next * b + b_next
 
 
 @triton.jit
-def _divided(x, V: tl.constexpr):
-    """(S, CH, V) as V blocks (S, CH)."""
+def _unstack(x, V: tl.constexpr):
+    """Splits (S, CH, V) into V blocks (S, CH)."""
     if V == 1:
         return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
         even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], V // 2, 2]))
-        evens, odds = _divided(even, V // 2), _divided(odd, V // 2)
+        evens, odds = _unstack(even, V // 2), _unstack(odd, V // 2)
         found = ()
         for i in tl.static_range(V // 2):
             found = found + (evens[i], odds[i])
@@ -42,18 +45,18 @@ def _divided(x, V: tl.constexpr):
 
 
 @triton.jit
-def _joined(xs, first: tl.constexpr, V: tl.constexpr, EVERY: tl.constexpr):
-    """V blocks (S, CH) of a tuple, from the first on, as (S, CH, V)."""
+def _stack(xs, first: tl.constexpr, V: tl.constexpr, EVERY: tl.constexpr):
+    """Stacks V blocks (S, CH) of a tuple, every EVERY-th from `first` on, into (S, CH, V)."""
     if V == 1:
         return tl.expand_dims(xs[first], 2)
     else:
-        both = tl.join(_joined(xs, first, V // 2, 2 * EVERY), _joined(xs, first + EVERY, V // 2, 2 * EVERY))
+        both = tl.join(_stack(xs, first, V // 2, 2 * EVERY), _stack(xs, first + EVERY, V // 2, 2 * EVERY))
         return tl.reshape(both, [both.shape[0], both.shape[1], V])
 
 
 @triton.jit
 def _vector(at, number: tl.constexpr, L, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr):
-    """The tokens of a vector of V steps in each segment, (S, 1, V), and which of them exist."""
+    """The tokens of one vector of V steps per segment, (S, 1, V), and the mask of those that exist."""
     step = at + tl.arange(0, S)[:, None, None] * Q + number * V + tl.arange(0, V)[None, None, :]
     return L - 1 - step if REVERSE else step, step < L
 
@@ -62,7 +65,7 @@ def _vector(at, number: tl.constexpr, L, S: tl.constexpr, Q: tl.constexpr, V: tl
 def _load(
     rows, there, at, L, S: tl.constexpr, Q: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """The Q steps of each lane in float32, as blocks (S, CH). `rows`: pointers (1, CH)."""
+    """Loads the Q steps of each lane in float32, as Q blocks (S, CH). `rows`: pointers (1, CH)."""
     found = ()
     for number in tl.static_range(Q // V):
         token, exists = _vector(at, number, L, S, Q, V, REVERSE)
@@ -71,7 +74,7 @@ def _load(
             raw = tl.load(places)
         else:
             raw = tl.load(places, mask=tl.expand_dims(there, 2) & exists, other=0.0)
-        found = found + _divided(as_float32(raw), V)
+        found = found + _unstack(as_float32(raw), V)
     return found
 
 
@@ -81,7 +84,7 @@ def _store(
 ):
     for number in tl.static_range(Q // V):
         token, exists = _vector(at, number, L, S, Q, V, REVERSE)
-        x = _joined(xs, number * V, V, 1).to(rows.dtype.element_ty)
+        x = _stack(xs, number * V, V, 1).to(rows.dtype.element_ty)
         if EVEN:
             tl.store(tl.expand_dims(rows, 2) + token, x)
         else:
@@ -98,13 +101,13 @@ def _added(xs, ys, Q: tl.constexpr):
 
 @triton.jit
 def _rows(pointer, image, channel, s_b, s_d, V: tl.constexpr):
-    """Where each channel's tokens begin. Strides count vectors of V values."""
+    """Pointers to each channel's first token. Strides count vectors of V values."""
     return pointer + image * s_b * V + (image * 0 + channel) * s_d * V
 
 
 @triton.jit
-def _steps(raw, bias, exists, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr):
-    """dt, zero where there is no token."""
+def _dt(raw, bias, exists, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.constexpr):
+    """dt; zero beyond the last token."""
     dt = raw
     if BIAS:
         dt += bias
@@ -133,9 +136,10 @@ def _optional(pointer, channel, there, EXISTS: tl.constexpr):
 
 @triton.jit
 def _entered(through, fresh, start, S: tl.constexpr, REVERSE: tl.constexpr):
-    """The states with which each segment begins, and that with which the next tile does: `through` (S, CH) times the
-    state before, plus `fresh`, is what a segment makes of it; `start` (S, CH) is the same for all."""
-    through, fresh = tl.associative_scan((through, fresh), 0, _then, reverse=REVERSE)
+    """The state at the start of each segment, and at the start of the next tile. A segment maps the state h to
+    `through` h + `fresh`, both (S, CH); `start` (S, CH) is the state at the start of the tile, the same in every
+    row."""
+    through, fresh = tl.associative_scan((through, fresh), 0, _compose, reverse=REVERSE)
     ends = through * start + fresh
     segment = tl.arange(0, S)[:, None] + tl.zeros(start.shape, tl.int32)
     if REVERSE:
@@ -167,10 +171,10 @@ def scan_single_forward(
         _rows(delta_ptr, image, channel, delta_b, delta_d, V),
     )
     z_rows, out_rows = _rows(z_ptr, image, channel, z_b, z_d, V), _rows(out_ptr, image, channel, out_b, out_d, V)
-    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads them, in the layout of its own inputs
+    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads the same row, in the layout of its inputs
     B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
     segment = tl.arange(0, S)[:, None]
-    one = there & (segment == 0)  # lane of each channel
+    one = there & (segment == 0)  # one lane per channel
     start = tl.zeros([S, CH], tl.float32)
     tiles = tl.cdiv(L, S * Q)
     for tile in range(0, tiles):
@@ -186,7 +190,7 @@ def scan_single_forward(
         through, fresh = tl.full([S, CH], 1.0, tl.float32), tl.zeros([S, CH], tl.float32)
         decays, inputs = (), ()
         for i in tl.static_range(Q):
-            dt = _steps(deltas[i], bias, at + segment * Q + i < L, BIAS, SOFTPLUS, EVEN)
+            dt = _dt(deltas[i], bias, at + segment * Q + i < L, BIAS, SOFTPLUS, EVEN)
             decays = decays + (tl.exp2(dt * A),)
             inputs = inputs + (dt * us[i] * Bs[i],)
             through *= decays[i]
@@ -215,15 +219,15 @@ def scan_single_backward(
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """dA, dD, dbias (b, d), to be summed; parts of dB and dC (b, groups * shares, 2, l), to be summed over the shares
-    of a group: a program takes SHARE blocks of channels, one after the other."""
+    of a group. A program processes SHARE blocks of channels in turn."""
     L = vectors * V
     BLOCKS: tl.constexpr = (K + CH - 1) // CH
     SHARES: tl.constexpr = (BLOCKS + SHARE - 1) // SHARE
     share, image = tl.program_id(0) % (GROUPS * SHARES), (tl.program_id(0) // (GROUPS * SHARES)).to(tl.int64)
     group = share // SHARES
-    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads them, in the layout of its own inputs
+    which = group + tl.zeros([1, CH], tl.int32)  # every channel reads the same row, in the layout of its inputs
     B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
-    # The lanes of a block's first channel write dB, those of the second dC.
+    # The lanes of a block's first channel write dB, those of its second channel dC.
     number_of = tl.arange(0, CH)[None, :]
     sums_row = parts_ptr + ((image * (GROUPS * SHARES) + share) * 2 + number_of % 2) * vectors * V
     two = number_of < 2
@@ -269,42 +273,42 @@ def scan_single_backward(
                     gates = gates + (sigmoid(zs[i]),)
                     dys = dys + (douts[i] * zs[i] * gates[i],)
             through, fresh = tl.full([S, CH], 1.0, tl.float32), tl.zeros([S, CH], tl.float32)
-            steps, decays = (), ()
+            dts, decays = (), ()
             for i in tl.static_range(Q):
-                steps = steps + (_steps(deltas[i], bias, at + segment * Q + i < L, BIAS, SOFTPLUS, EVEN),)
-                decays = decays + (tl.exp2(steps[i] * A),)
+                dts = dts + (_dt(deltas[i], bias, at + segment * Q + i < L, BIAS, SOFTPLUS, EVEN),)
+                decays = decays + (tl.exp2(dts[i] * A),)
                 through *= decays[i]
-                fresh = decays[i] * fresh + steps[i] * us[i] * Bs[i]
+                fresh = decays[i] * fresh + dts[i] * us[i] * Bs[i]
             h, _ = _entered(through, fresh, start, S, False)
             fresh = tl.zeros([S, CH], tl.float32)
             for i in tl.static_range(Q - 1, -1, -1):
                 fresh = decays[i] * (fresh + Cs[i] * dys[i])
             q, q_end = _entered(through, fresh, q_end, S, True)
-            kept = ()  # of the state before, a_t h_{t-1}
+            kept = ()  # a_t h_{t-1}
             for i in tl.static_range(Q):
                 kept = kept + (decays[i] * h,)
-                h = kept[i] + steps[i] * us[i] * Bs[i]
+                h = kept[i] + dts[i] * us[i] * Bs[i]
             dus, ddeltas, dzs, dBCs = (), (), (), ()
             for i in tl.static_range(Q - 1, -1, -1):
-                x = steps[i] * us[i]
+                x = dts[i] * us[i]
                 p = Cs[i] * dys[i] + q
                 q = decays[i] * p
                 h = kept[i] + x * Bs[i]
                 decayed, pB = p * kept[i], p * Bs[i]
                 ddt = decayed * (A * LN2) + pB * us[i]
                 if SOFTPLUS > 0:
-                    ddt *= sigmoid_of_softplus(steps[i])
-                if not EVEN:  # without a softplus, whose derivative at a step of zero is zero
+                    ddt *= sigmoid_of_softplus(dts[i])
+                if not EVEN:  # a softplus needs no mask: its derivative is zero where dt is zero
                     if SOFTPLUS == 0:
                         ddt = tl.where(at + segment * Q + i < L, ddt, 0.0)
-                du = pB * steps[i]
+                du = pB * dts[i]
                 if SKIP:
                     du += skip * dys[i]
                     dD += dys[i] * us[i]
                 if BIAS:
                     dbias += ddt
                 if NEED_A:
-                    dA += decayed * steps[i]
+                    dA += decayed * dts[i]
                 if GATE:
                     y = h * Cs[i]
                     if SKIP:
@@ -333,4 +337,4 @@ def scan_single_backward(
         if BIAS:
             tl.store(dbias_ptr + row, tl.sum(dbias, axis=0, keep_dims=True), mask=there)
         if SHARE > 1:
-            tl.debug_barrier()  # what one lane stored, another may load
+            tl.debug_barrier()  # another lane can load what one stored

@@ -1,24 +1,25 @@
-"""The selective scan as Triton kernels: forward, backward and, where time is split, what comes before. Imported only
-where they are used.
+"""Triton kernels for the whole selective scan: forward, backward, and `scan_ends` for split time.
 
     dt = softplus(delta + bias),  h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = <C_t, h_t> + D u_t,  out = y silu(z)
 
-Each program is one warp that walks through time for one image and a block of channels, the states in registers. A tile
-of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) holds NT states of each of DT channels.
-State n is NT * ln + nt, channel d is DT * ld + dt, so that a lane's own states and channels are contiguous in memory.
+Each program is one warp. It steps through time for one image and a block of channels, with the states in registers. A
+tile of states has four axes, (LN, LD, NT, DT): each of the LN x LD = 32 lanes holds NT states of each of DT channels.
+State n is NT * ln + nt, channel d is DT * ld + dt, so a lane's states and channels are contiguous in memory.
 
-Inputs and outputs of T steps are one tile (1, LD, 1, DT, T), each value in one lane only, whichever of channels and
-time is contiguous in memory; all elementwise work (softplus, skip, gate) is done there. `columns` hands the tile's
-steps to the lanes that hold the states, and sums over states or channels are taken by `summed`: both go through shared
-memory, which takes far fewer instructions than shuffles.
+Inputs and outputs of T steps form one tile (1, LD, 1, DT, T) with each value in one lane only, for either memory
+layout. All elementwise work (softplus, skip, gate) is done on such tiles. `columns` hands a tile's steps to the lanes
+that hold the states, and `summed` sums over states or channels. Both go through shared memory, which takes far fewer
+instructions than shuffles.
 
-Where there are too few recurrences to fill a GPU, time is split into segments, each a program, and these into pieces of
-W steps: `scan_ends` first finds what each piece makes of a zero state, and how much it lets through of another one,
-from which every program puts its own first state together.
+If the recurrences are too few to fill the GPU, time is split into segments, one per program, and these into pieces of W
+steps. `scan_ends` first computes, for each piece, its final state from a zero start and the sum of its dt, which gives
+its decay. From these every program computes the state its segment starts with.
 
-The forward keeps the state before every T * EVERY steps. The backward goes through such an interval once more, leaving
-the state before every T steps in its own scratch memory, then goes back through it. Nothing is summed in an order that
-varies: what several programs add up (dA over images, dB and dC over blocks of channels) they write apart.
+The forward keeps the state before every T * EVERY steps. The backward recomputes such an interval, storing the state
+before every T steps in scratch memory, then goes back through it. Sums are reproducible: programs write their parts of
+dA (per image) and of dB and dC (per block of channels) separately.
+
+Masks: `there` marks the channels of a block that exist, `real` the states that exist.
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 # ruff: noqa: RUF005, SIM102
@@ -32,8 +33,9 @@ from mambacl.ops.kernels.tiles import (
     carried,
     columns,
     decay_of,
+    dt_of,
+    even_odd,
     fetch_tile,
-    halves,
     load_states,
     load_tile,
     over_channels,
@@ -41,7 +43,6 @@ from mambacl.ops.kernels.tiles import (
     paired,
     place_of,
     sigmoid,
-    steps_of,
     store_tile,
     tile_channels,
     token_of,
@@ -49,7 +50,7 @@ from mambacl.ops.kernels.tiles import (
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
-FETCHED = tl.constexpr(32)  # steps that the forward brings into the cache at a time
+FETCHED = tl.constexpr(32)  # steps that the forward prefetches at a time
 
 
 @triton.jit(do_not_specialize=["L", "W", "first", "pieces", "height", "width"])
@@ -60,9 +61,8 @@ def scan_ends(
     T: tl.constexpr, LOG_A: tl.constexpr, ORDER: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The state after each of some pieces of W steps that begins with none, (b, pieces, n, d), x being u and M being B;
-    or, backward, the gradient with regard to the state before it, x being dout and M being C. And the sums of its
-    steps. The pieces are those from `first` on."""
+    """For each piece of W steps from `first` on: the state after it, starting from zero, (b, pieces, n, d), and the sum
+    of its dt. x is u and M is B. In the backward: the gradient of the state before it; x is dout and M is C."""
     D: tl.constexpr = GROUPS * K
     SHARED: tl.constexpr = (ORDER == "cross") and not BACKWARD
     GATED: tl.constexpr = BACKWARD and GATE
@@ -92,7 +92,7 @@ def scan_ends(
         next_z = load_tile(z_ptr, at, where, z_l, z_d, BLOCKS, K, DT, LD, T, ORDER, False)
     for _ in range(0, count):
         x = as_float32(next_x)
-        dt = steps_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
+        dt = dt_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
         Ms = columns(as_float32(next_M), T)
         if GATED:
             z = as_float32(next_z)
@@ -131,7 +131,7 @@ def scan_forward(
 ):  # fmt: skip
     """u, delta, z, out: (b, l, d) by strides; A (d, n); B, C (b, l, g, n); last (b, d, n); kept (b, intervals, n,
     d)."""
-    if SAME:  # one set of offsets serves all
+    if SAME:  # one set of offsets for all
         delta_l, z_l, out_l = u_l, u_l, u_l
         delta_d, z_d, out_d = u_d, u_d, u_d
     D: tl.constexpr = GROUPS * K
@@ -180,11 +180,11 @@ def scan_forward(
                 tl.store(kept_ptr + (image * 0 + chunk // EVERY) * N * D + states * D + channels, h, mask=there & real)
         at = chunk * T
         u = as_float32(next_u)
-        dt = steps_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
+        dt = dt_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
         BCs = columns(paired(as_float32(next_B), as_float32(next_C)), 2 * T)
         if GATE:
             z = as_float32(next_z)
-        # What comes next is on its way while this is computed.
+        # Load the next steps while these are computed.
         next_u = load_tile(u_ptr, at + T, where, u_l, u_d, BLOCKS, K, DT, LD, T, ORDER, SHARED)
         next_dt = load_tile(delta_ptr, at + T, where, delta_l, delta_d, BLOCKS, K, DT, LD, T, ORDER, False)
         next_B = load_states(B_ptr, at + T, where, B_l, N, LN, NT, T, ORDER)
@@ -221,9 +221,9 @@ def scan_backward(
     SAME: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """du, ddelta, dz (b, l, d) by strides; dA (b * segments, d, n), dD, dbias (b * segments, d), to be summed; parts of
-    dB and dC (b, groups * shares, l, 2, n), to be summed over the shares of a group: a program takes SHARE blocks of
-    channels of one group, one after the other. AHEAD: while T steps are computed, all that the next ones need is on its
-    way, which takes registers; else only what is not in the cache.
+    dB and dC (b, groups * shares, l, 2, n), to be summed over the shares of a group. A program processes SHARE blocks
+    of channels of one group in turn. AHEAD: load all inputs of the next T steps early, which needs registers; otherwise
+    only those that are not in the cache.
 
     With g the gradient of the state h = a h' + x B, where a = exp(dt A) and x = dt u, and dy that of y = <C, h> + D u:
     dB = g x, dC = h dy, dx = <g, B>, dA = g a h' dt, ddt = <g a h', A> + dx u, du = dx dt + D dy, dh' = a g.
@@ -236,7 +236,7 @@ def scan_backward(
     EVEN_N: tl.constexpr = N == NT * LN
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     SHARES: tl.constexpr = (BLOCKS + SHARE - 1) // SHARE
-    SLOT: tl.constexpr = LN * NT * LD * DT
+    TILE_STATES: tl.constexpr = LN * NT * LD * DT
     shares: tl.constexpr = GROUPS * SHARES
     share, part = tl.program_id(0) % shares, tl.program_id(0) // shares
     group = share // SHARES
@@ -252,7 +252,7 @@ def scan_backward(
     dz_ptr += image * dz_b
     parts_ptr += (image * shares + share) * L * 2 * N
     kept_ptr += image * tl.cdiv(L, T * EVERY) * N * D
-    scratch_ptr += tl.program_id(0).to(tl.int64) * (EVERY * SLOT)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (EVERY * TILE_STATES)
     pair = tl.arange(0, 2)[None, :, None]
     state = tl.arange(0, LN * NT)[None, None, :]
     row = tl.arange(0, T)[:, None, None]
@@ -275,7 +275,7 @@ def scan_backward(
         dbias = tl.zeros([1, LD, 1, DT, T], tl.float32)
         first, end = 0, tl.cdiv(L, T)
         if SEGMENTS > 1:
-            later = tl.cdiv(L, W) - PIECES  # than the first segment
+            later = tl.cdiv(L, W) - PIECES  # pieces after the first segment
             g = carried(
                 g, A, ends_ptr, sums_ptr, image * later + later - 1, later - segment * PIECES, -1, channels, states,
                 there, real, D, N,
@@ -298,9 +298,9 @@ def scan_backward(
             h = tl.load(kept_ptr + (image * 0 + interval) * N * D + states * D + channels, mask=there & real, other=0.0)
             if EVERY > 1:
                 for ahead in range(0, count - 1):
-                    tl.store(scratch_ptr + ahead * SLOT + local, h)
+                    tl.store(scratch_ptr + ahead * TILE_STATES + local, h)
                     u = as_float32(next_u)
-                    dt = steps_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
+                    dt = dt_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
                     Bs = columns(as_float32(next_B), T)
                     at += T
                     next_u = load_tile(u_ptr, at, where, u_l, u_d, BLOCKS, K, DT, LD, T, ORDER, SHARED)
@@ -312,20 +312,20 @@ def scan_backward(
                     if not EVEN_N:
                         h = tl.where(real, h, 0.0)
                 if not AHEAD:
-                    tl.store(scratch_ptr + (count - 1) * SLOT + local, h)
-                tl.debug_barrier()  # what one lane stored, another may load
+                    tl.store(scratch_ptr + (count - 1) * TILE_STATES + local, h)
+                tl.debug_barrier()  # another lane can load what one stored
             next_h = h
             for earlier in range(0, count):
                 at = (interval * EVERY + count - 1 - earlier) * T
                 if not AHEAD:
                     if EVERY > 1:
-                        next_h = tl.load(scratch_ptr + (count - 1 - earlier) * SLOT + local)
+                        next_h = tl.load(scratch_ptr + (count - 1 - earlier) * TILE_STATES + local)
                     next_u = load_tile(u_ptr, at, where, u_l, u_d, BLOCKS, K, DT, LD, T, ORDER, SHARED)
                     next_dt = load_tile(delta_ptr, at, where, delta_l, delta_d, BLOCKS, K, DT, LD, T, ORDER, False)
                     next_B = load_states(B_ptr, at, where, B_l, N, LN, NT, T, ORDER)
                 h = next_h
                 u, dout = as_float32(next_u), as_float32(next_dout)
-                dt = steps_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
+                dt = dt_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
                 BCs = columns(paired(as_float32(next_B), as_float32(next_C)), 2 * T)
                 dy = dout
                 if GATE:
@@ -345,8 +345,8 @@ def scan_backward(
                     if GATE:
                         next_z = load_tile(z_ptr, before, where, z_l, z_d, BLOCKS, K, DT, LD, T, ORDER, False)
                     if AHEAD:
-                        next_h = tl.load(scratch_ptr + tl.maximum(count - 2 - earlier, 0) * SLOT + local)
-                given = columns(paired(paired(dt, u * dt), paired(dy, dy)), 4 * T)  # dt, x, dy, and again
+                        next_h = tl.load(scratch_ptr + tl.maximum(count - 2 - earlier, 0) * TILE_STATES + local)
+                given = columns(paired(paired(dt, u * dt), paired(dy, dy)), 4 * T)  # dt, x, dy, and dy again
                 olds = ()
                 for i in tl.static_range(T):
                     olds = olds + (h,)
@@ -375,11 +375,11 @@ def scan_backward(
                         dA += w * dti
                     g = a * g
                 if GATE:
-                    even, odd = halves(over_states(sums, LN, LD, DT, 4 * T))
-                    dx, y = halves(even)
-                    wA, _ = halves(odd)
+                    even, odd = even_odd(over_states(sums, LN, LD, DT, 4 * T))
+                    dx, y = even_odd(even)
+                    wA, _ = even_odd(odd)
                 else:
-                    dx, wA = halves(over_states(sums, LN, LD, DT, 2 * T))
+                    dx, wA = even_odd(over_states(sums, LN, LD, DT, 2 * T))
                 ddt = LN2 * wA + dx * u
                 if SOFTPLUS > 0:
                     ddt *= sigmoid_of_softplus(dt)
@@ -388,7 +388,7 @@ def scan_backward(
                     du += skip * dy
                     dD += dy * u
                 if BIAS:
-                    if SOFTPLUS == 0:  # else the derivative of a step of zero is zero
+                    if SOFTPLUS == 0:  # a softplus needs no mask: its derivative is zero where dt is zero
                         ddt = tl.where(tl.arange(0, T)[None, None, None, None, :] < L - at, ddt, 0.0)
                     dbias += ddt
                 store_tile(du_ptr, du, at, where, du_l, du_d, BLOCKS, K, DT, LD, T, ORDER)

@@ -1,8 +1,9 @@
-"""Tiles: how the scan's kernels hold states, inputs and outputs in the lanes of a warp, and move between them.
+"""Tiles: how the scan's kernels distribute states, inputs and outputs over the lanes of a warp.
 
-A tile of states has four axes, (LN, LD, NT, DT): a lane (LN x LD of them, 32 in all) holds NT states of each of DT
-channels. State n is NT * ln + nt, channel d is DT * ld + dt, so that a lane's own states and channels are contiguous in
-memory. Inputs and outputs of T steps are one tile (1, LD, 1, DT, T), each value in one lane only.
+A tile of states has four axes, (LN, LD, NT, DT): each of the LN x LD = 32 lanes holds NT states of each of DT channels.
+State n is NT * ln + nt, channel d is DT * ld + dt, so a lane's states and channels are contiguous in memory. Inputs and
+outputs of T steps form one tile (1, LD, 1, DT, T), each value in one lane only. The mask `there` marks the channels and
+steps that exist, `real` the states that exist.
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 # ruff: noqa: RUF005
@@ -14,13 +15,13 @@ from mambacl.ops.kernels.softplus import softplus
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.0e38)
-GIVEN = tl.constexpr(1)  # the steps are a softplus already; only their gradient is that of what went into it
-INSIDE = tl.constexpr(2)  # the kernel takes the softplus
+GIVEN = tl.constexpr(1)  # softplus already applied; the gradient is that of its input
+INSIDE = tl.constexpr(2)  # the kernel applies the softplus
 
 
 @triton.jit
 def columns(x, T: tl.constexpr):
-    """The T steps of a tile (.., T), as a tuple of blocks of four axes."""
+    """Splits a tile (.., T) into a tuple of T blocks with four axes."""
     if T == 1:
         return (tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], x.shape[3]]),)
     else:
@@ -36,7 +37,7 @@ def columns(x, T: tl.constexpr):
 
 @triton.jit
 def stacked(xs, T: tl.constexpr):
-    """A tuple of T blocks as one, (.., T)."""
+    """Stacks a tuple of T blocks into one tile (.., T)."""
     if T == 1:
         return tl.expand_dims(xs[0], len(xs[0].shape))
     elif T == 2:
@@ -53,15 +54,15 @@ def stacked(xs, T: tl.constexpr):
 
 @triton.jit
 def paired(x, y):
-    """Two tiles (.., T) as one, (.., 2 T), x's steps before y's. What goes through shared memory together takes one
-    trip, as long as `columns` divides steps before it divides the two."""
+    """Joins two tiles (.., T) into one (.., 2 T), x's steps before y's, so that `columns` moves both through shared
+    memory at once. That works only because `columns` splits the steps before it splits the pair."""
     both = tl.permute(tl.join(x, y), [0, 1, 2, 3, 5, 4])
     return tl.reshape(both, [both.shape[0], both.shape[1], both.shape[2], both.shape[3], 2 * both.shape[5]])
 
 
 @triton.jit
-def halves(x):
-    """The two tiles that were paired."""
+def even_odd(x):
+    """Splits a tile into its values at even and at odd positions."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.shape[4] // 2, 2]))
 
 
@@ -91,8 +92,8 @@ def over_channels(dBCs, LN: tl.constexpr, LD: tl.constexpr, NT: tl.constexpr, T:
 
 @triton.jit
 def place_of(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr):
-    """A block's channels within its group, (LN, LD, 1, DT), and which of them there are; its states (LN, LD, NT, 1),
-    and which of them there are; its places in a matrix (channels, states)."""
+    """Of a block: its channels (LN, LD, 1, DT) and the mask of those that exist; its states (LN, LD, NT, 1) and their
+    mask; its offsets in a matrix (channels, states)."""
     ln = tl.arange(0, LN)[:, None, None, None]
     ld = tl.arange(0, LD)[None, :, None, None]
     nt = tl.arange(0, NT)[None, None, :, None]
@@ -101,7 +102,7 @@ def place_of(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, 
     channels = tl.broadcast_to(block // BLOCKS * K + inside, [LN, LD, 1, DT])
     there = tl.broadcast_to(inside < K, [LN, LD, 1, DT])
     states = tl.broadcast_to(NT * ln + nt, [LN, LD, NT, 1])
-    # A matrix is loaded in the layout that it is computed in; the compiler would choose wider loads, and convert.
+    # Load the matrix in the layout of the computation; otherwise the compiler chooses wider loads and converts.
     matrix = tl.max_contiguous(channels * N + states, [1, 1, 1, 1])
     return channels, there, states, states < N, matrix
 
@@ -115,7 +116,7 @@ def tile_channels(DT: tl.constexpr, LD: tl.constexpr):
 
 @triton.jit
 def vector_of(pointer, block, K, EXISTS: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, BLOCKS: tl.constexpr):
-    """D or the bias of a tile's channels, (1, LD, 1, DT, 1); zeros where there is none."""
+    """D or the bias of a tile's channels, (1, LD, 1, DT, 1); zeros if the scan has none."""
     channel = tile_channels(DT, LD)
     if EXISTS:
         inside = (block % BLOCKS) * (DT * LD) + channel
@@ -126,8 +127,8 @@ def vector_of(pointer, block, K, EXISTS: tl.constexpr, DT: tl.constexpr, LD: tl.
 
 @triton.jit
 def decay_of(A_ptr, matrix, mask, LOG_A: tl.constexpr):
-    """A of a tile, or from log(-A), times log2(e): the kernels take powers of two. Finite, so that a step of zero, as
-    after the last token, changes nothing."""
+    """A log2(e) of a tile, from A or log(-A): the kernels compute powers of two. Clamped to finite values, so that dt =
+    0 after the last token leaves the state unchanged."""
     A = tl.load(A_ptr + matrix, mask=mask, other=0.0)
     if LOG_A:
         A = tl.where(mask, -tl.exp(A), 0.0)
@@ -138,7 +139,8 @@ def decay_of(A_ptr, matrix, mask, LOG_A: tl.constexpr):
 
 @triton.jit
 def as_float32(x):
-    """In float32. Of two bfloat16 in a register, the compiler's own way takes three instructions; this takes two."""
+    """Converts to float32. For two bfloat16 in a register this takes two instructions; the compiler would take
+    three."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -146,8 +148,8 @@ def as_float32(x):
 
 @triton.jit
 def token_of(step, where, ORDER: tl.constexpr):
-    """Where a step's token is: in its place, from the end, or in the group's own of the four orders over a map of
-    height x width (by rows, by columns, both from the end)."""
+    """The token of a step. With "cross", each group has one of the four orders over a map of height x width: by rows,
+    by columns, both backwards."""
     L, group, _, height, width = where
     if ORDER == "forward":
         return step
@@ -163,10 +165,10 @@ def tile_places(
     at, where, s_l, s_d, BLOCKS: tl.constexpr, K: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, T: tl.constexpr,
     ORDER: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Where T steps from `at` on of a block's channels begin, their offsets from there, and which of them there are.
-    SHARED: all groups read the same channels."""
+    """For T steps from `at` on of a block's channels: the first offset, the offsets relative to it, and the mask of
+    those that exist. SHARED: all groups read the same channels."""
     L, group, block, _, _ = where
-    zero = tl.program_id(0).to(tl.int64) * 0  # offsets have 64 bits, and start from here
+    zero = tl.program_id(0).to(tl.int64) * 0  # makes the offsets 64-bit
     first = zero + (block % BLOCKS) * (DT * LD)
     if not SHARED:
         first += group * K
@@ -186,7 +188,7 @@ def load_tile(
     pointer, at, where, s_l, s_d, BLOCKS: tl.constexpr, K: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr,
     T: tl.constexpr, ORDER: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """T steps of an input as they are in memory, so that those of the next steps wait in few registers."""
+    """Loads T steps of an input without converting them, so that inputs loaded early take few registers."""
     begin, places, there = tile_places(at, where, s_l, s_d, BLOCKS, K, DT, LD, T, ORDER, SHARED)
     return tl.load(pointer + begin + places, mask=there, other=0.0)
 
@@ -205,9 +207,8 @@ def fetch_tile(
     pointer, at, where, s_l, s_d, BLOCKS: tl.constexpr, K: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr,
     STEPS: tl.constexpr, ORDER: tl.constexpr, SHARED: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """Brings STEPS steps from `at` on of a block's channels into the L2 cache, 32 bytes at a time: what a warp keeps on
-    its way in registers is too little for the latency of memory. FETCH: "time" or "channels", whichever is
-    contiguous."""
+    """Prefetches STEPS steps from `at` on of a block's channels into the L2 cache, 32 bytes at a time. The loads that
+    fit into registers cannot hide the latency of memory. FETCH: "time" or "channels", the contiguous axis."""
     L, group, block, _, _ = where
     SECTOR: tl.constexpr = 256 // pointer.dtype.element_ty.primitive_bitwidth
     zero = tl.program_id(0).to(tl.int64) * 0
@@ -233,7 +234,7 @@ def fetch_tile(
 def load_states(
     pointer, at, where, s_l, N: tl.constexpr, LN: tl.constexpr, NT: tl.constexpr, T: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """B or C of T steps, (LN, 1, NT, 1, T), as they are in memory; zeros after the last token."""
+    """Loads B or C of T steps, (LN, 1, NT, 1, T), without converting them; zeros after the last token."""
     zero = tl.program_id(0).to(tl.int64) * 0
     step = tl.arange(0, T)[None, None, None, None, :]
     state = NT * tl.arange(0, LN)[:, None, None, None, None] + tl.arange(0, NT)[None, None, :, None, None]
@@ -248,9 +249,9 @@ def load_states(
 
 
 @triton.jit
-def steps_of(raw, at, where, bias, BLOCKS: tl.constexpr, K: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr,
-           T: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
-    """The steps dt of a tile, zero where there is no token."""
+def dt_of(raw, at, where, bias, BLOCKS: tl.constexpr, K: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr,
+          T: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):  # fmt: skip
+    """dt of a tile; zero beyond the last token."""
     dt = as_float32(raw)
     if BIAS:
         dt += bias
@@ -272,11 +273,11 @@ def sigmoid(x):
 def carried(
     state, A, ends_ptr, sums_ptr, place, count, way, channels, states, there, real, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A state carried through `count` pieces, from the one at `place` on."""
+    """The state after `count` pieces, beginning with the one at `place`."""
     for number in range(0, count):
         piece = place + way * number
         total = tl.load(sums_ptr + piece * D + channels, mask=there, other=0.0)
         end = tl.load(ends_ptr + piece * N * D + states * D + channels, mask=there & real, other=0.0)
-        through = tl.where(state == 0.0, 0.0, tl.exp2(total * A) * state)  # nothing stays nothing, however it grows
+        through = tl.where(state == 0.0, 0.0, tl.exp2(total * A) * state)  # zero stays zero even if the decay overflows
         state = tl.where(real, through, 0.0) + end
     return state

@@ -1,4 +1,4 @@
-"""Steps that a kernel makes of their low-rank form, and the scan that takes them."""
+"""The kernel that projects a low-rank dt to all channels, and the scan that uses it."""
 
 import pytest
 import torch
@@ -31,36 +31,36 @@ def wanted_steps(dt: Tensor, linear: nn.Linear) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_the_linear_layer(rows, rank, width, bias, dtype) -> None:
-    from mambacl.ops.kernels.steps import project_steps
+    from mambacl.ops.kernels.delta import delta_projection
 
     linear = layer(rank, width, bias)
     wide = torch.randn(*rows, rank + 7, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     dt = wide[..., :rank]  # rows of a wider matrix, as x_proj gives them
     with poisoned():
-        steps = project_steps(dt, linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        steps = delta_projection(dt, linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
     assert steps.dtype == torch.float32 and steps.is_contiguous()
     assert_close(steps, wanted_steps(dt, linear))
 
 
 @kernels
 def test_small_and_large_steps_keep_their_digits() -> None:
-    from mambacl.ops.kernels.steps import project_steps
+    from mambacl.ops.kernels.delta import delta_projection
 
     raw = torch.linspace(-80, 80, 4001, device=DEVICE)
     nothing, weight = torch.zeros(1, 1, 1, device=DEVICE), torch.ones(len(raw), 1, device=DEVICE)
-    steps = project_steps(nothing, weight, raw).flatten()  # by the bias: a product would have an error of its own
+    steps = delta_projection(nothing, weight, raw).flatten()  # by the bias: a product would have an error of its own
     expected = F.softplus(raw.double())
     assert ((steps - expected).abs() / expected).max() < 1e-6  # sixteen roundings
 
 
 @kernels
 def test_numbers_that_are_none_go_where_softplus_sends_them() -> None:
-    from mambacl.ops.kernels.steps import project_steps
+    from mambacl.ops.kernels.delta import delta_projection
 
     raw = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], device=DEVICE)
-    steps = project_steps(torch.ones(1, 1, 1, device=DEVICE), raw[:, None].contiguous(), None).flatten()
+    steps = delta_projection(torch.ones(1, 1, 1, device=DEVICE), raw[:, None].contiguous(), None).flatten()
     zero = torch.zeros(5, device=DEVICE)
-    from_bias = project_steps(zero[None, :1, None], torch.ones(5, 1, device=DEVICE), raw).flatten()
+    from_bias = delta_projection(zero[None, :1, None], torch.ones(5, 1, device=DEVICE), raw).flatten()
     assert torch.equal(from_bias.nan_to_num(nan=-1.0), F.softplus(raw).nan_to_num(nan=-1.0))
     assert steps[0].isnan() and steps[3] == 1e30 and steps[4] == 0
 
@@ -235,12 +235,12 @@ class TestForReal:
 
     @pytest.mark.parametrize("tf32, tolerance", [(False, 1e-6), (True, 2e-3)])
     def test_at_the_size_of_the_largest_model(self, tf32: bool, tolerance: float) -> None:
-        from mambacl.ops.kernels.steps import project_steps
+        from mambacl.ops.kernels.delta import delta_projection
 
         linear = layer(48, 2048)
         dt = torch.randn(50, 145, 80, device=DEVICE)[..., :48]
         with float32_products(tf32=tf32):
-            steps = project_steps(dt, linear.weight.detach(), linear.bias.detach())
+            steps = delta_projection(dt, linear.weight.detach(), linear.bias.detach())
         assert_close(steps, wanted_steps(dt, linear), tolerance)
 
     def test_a_model_takes_it(self) -> None:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
-"""The steps of a scan from their low-rank form, softplus(dt W^T + b), in float32 and written once.
+"""The projection of a low-rank dt to all channels and its softplus, softplus(dt W^T + b), in float32.
 
-There is no backward here: the scan's gives the gradient with regard to what went into the softplus.
+It needs no backward: the scan's backward returns the gradient with respect to the input of the softplus.
 """
 
 import torch
@@ -15,7 +15,7 @@ from mambacl.ops.kernels.softplus import softplus
 
 @triton.jit
 def _forward(
-    dt, weight, bias, steps, rows, dt_l, RANK: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    dt, weight, bias, delta, rows, dt_l, RANK: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
@@ -29,21 +29,21 @@ def _forward(
         acc = tl.dot(a.to(tl.float32), w, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + column, mask=column < D, other=0.0)
-    tl.store(steps + row * D + column, softplus(acc), mask=(row < rows) & (column < D))
+    tl.store(delta + row * D + column, softplus(acc), mask=(row < rows) & (column < D))
 
 
-def project_steps(dt: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """softplus(dt W^T + b): dt (.., rank), weight (d, rank) and bias (d,) of float32."""
+def delta_projection(dt: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """softplus(dt W^T + b) in float32; dt (.., rank), weight (d, rank) and bias (d,) in float32."""
     given, weight = as_rows(dt), weight.contiguous()
     width, rank = weight.shape
-    steps = torch.empty(*dt.shape[:-1], width, dtype=torch.float32, device=dt.device)
-    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"  # however that was set; the older question may raise
+    delta = torch.empty(*dt.shape[:-1], width, dtype=torch.float32, device=dt.device)
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"  # the older setting can raise when read
     rows, columns = 64, 64
     launch(
         _forward, (triton.cdiv(len(given), rows) * triton.cdiv(width, columns),),
-        given, weight, weight if bias is None else bias.contiguous(), steps, len(given), given.stride(0),
+        given, weight, weight if bias is None else bias.contiguous(), delta, len(given), given.stride(0),
         RANK=rank, D=width, BIAS=bias is not None, ROWS=rows, COLUMNS=columns,
         SUMMED=16 if rank <= 16 else 32,
         PRECISION=as_exact_as_float32(dt.device) if exact else "tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
-    return steps
+    return delta
