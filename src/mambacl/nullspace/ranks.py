@@ -24,7 +24,7 @@ Spectrum = NDArray[np.floating]
 def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
     """R, the number of trailing directions that count as null, by one of these rules:
 
-    - "corner": the paper's formula, R = J - argmax_j (l_{j-1} - 2 l_j + l_{j+1}); the corner itself counts as null
+    - "corner": the paper's formula, R = J - argmax_j (l_{j-1} - 2 l_j + l_{j+1}) with j from 1: the corner is protected
     - "smoothed-corner": as in the public code, in the precision of the spectrum (float32 in the public code)
     - "energy:0.99": all but the leading directions that hold this share of the trace
     - "fraction:0.5": this share of the directions
@@ -45,7 +45,7 @@ def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool =
     """The ranks of several spectra: each separately or, with `together`, by one threshold for all, relative to their
     traces.
 
-    A flat spectrum has no corner, and the paper's formula would protect a single direction; here all are protected.
+    A flat spectrum has no corner, and the paper's formula would protect two directions; here all are protected.
     """
     if not together or rule.startswith("fraction"):
         return [0 if rule == "corner" and _flat(spectrum) else null_rank(spectrum, rule) for spectrum in spectra]
@@ -84,8 +84,8 @@ def parse_rule(rule: str) -> Callable[[Spectrum], int]:
 
 def corner(spectrum: Spectrum) -> int:
     if len(spectrum) < 3:
-        return len(spectrum) - 1
-    return len(spectrum) - (int(np.argmax(second_difference(spectrum))) + 1)
+        return 0  # no value has two neighbours
+    return len(spectrum) - (int(np.argmax(second_difference(spectrum))) + 2)
 
 
 def smoothed_corner(spectrum: Spectrum) -> int:
