@@ -26,7 +26,7 @@ from mambacl.training.folder import RunFolder
 def test_a_test_class_that_training_lacks(tmp_path: Path) -> None:
     make_tree(tmp_path)
     write_images([tmp_path / "test" / "cow" / "0.png"])
-    with pytest.raises(UserError, match=r"'cow' in only one of train and test: make .*train/cow"):
+    with pytest.raises(UserError, match=r"'cow' in only one of train and test: add .*train/cow"):
         open_dataset("folders", tmp_path)
 
 
@@ -35,7 +35,7 @@ def test_a_test_class_that_training_lacks(tmp_path: Path) -> None:
     [
         ("train/ant/0.png", r"0\.png is empty \(0 bytes\)"),
         ("train/ant/1.png", r"1\.png cannot be read as an image"),
-        ("test/bee/0.png", r"0\.png cannot be read as an image \(no image format that is known\)"),
+        ("test/bee/0.png", r"0\.png cannot be read as an image \(unknown image format\)"),
         ("train/bee/link.png", r"link\.png is missing: "),
     ],
 )

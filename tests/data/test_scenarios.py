@@ -213,15 +213,15 @@ def arrays(labels: list[int], domains: list[int] | None) -> DataSet:
 @pytest.mark.parametrize(
     ("labels", "domains", "sentence"),
     [
-        ([0, 1], None, "mine names no domains: use domainnet-345"),
-        ([0, 1], [0, 1], "Each class of mine comes from one domain only"),
+        ([0, 1], None, "mine defines no domains: use domainnet-345"),
+        ([0, 1], [0, 1], "Each class of mine comes from only one domain"),
         ([0, 1], [1, 1], "The domain 'x' of mine has no training images"),
     ],
 )
 def test_data_without_usable_domains(labels: list[int], domains: list[int] | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Stream(arrays(labels, domains), Transforms(TransformConfig(), 4, MEAN, STD), 2, scenario="domain")
-    with pytest.raises(UserError, match="mine names no tasks: give"):
+    with pytest.raises(UserError, match="mine defines no tasks: set"):
         tasks_of(arrays(labels, domains), "own")
 
 
@@ -229,8 +229,8 @@ def test_data_without_usable_domains(labels: list[int], domains: list[int] | Non
     ("options", "sentence"),
     [
         ({"scenario": "tasks"}, "one of class, task, domain, got 'tasks'"),
-        ({"scenario": "domain", "first_task": 2}, r"leave (stream\.)?first_task and sizes in (stream\.)?tasks out"),
-        ({"scenario": "domain", "tasks": [2, 8]}, r"leave (stream\.)?first_task and sizes in (stream\.)?tasks out"),
+        ({"scenario": "domain", "first_task": 2}, r"remove (stream\.)?first_task and sizes in (stream\.)?tasks"),
+        ({"scenario": "domain", "tasks": [2, 8]}, r"remove (stream\.)?first_task and sizes in (stream\.)?tasks"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], sentence: str) -> None:
@@ -244,9 +244,9 @@ def test_wrong_orders_of_domains_speak_of_domains(tmp_path: Path) -> None:
     make_domains(tmp_path / "data", train=1, test=1)
     (tmp_path / "order.txt").write_text("night\nmoon\nrust\n")
     for order, sentence in (
-        ([0, 1], "A domain order lists each of the 3 domains, 0 to 2"),
+        ([0, 1], "A domain order must list each of the 3 domains, 0 to 2"),
         ("alphabet", "no domain order 'alphabet'"),
-        (str(tmp_path / "order.txt"), "names 'moon', which is no domain. Did you mean 'noon'"),
+        (str(tmp_path / "order.txt"), "has 'moon', which is not a domain. Did you mean 'noon'"),
     ):
         with pytest.raises(UserError, match=sentence):
             opened(domain_config(tmp_path / "data", order=order))
@@ -255,7 +255,7 @@ def test_wrong_orders_of_domains_speak_of_domains(tmp_path: Path) -> None:
 def test_wrong_domain_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.root"):
         open_dataset("domain-folders", None)
-    with pytest.raises(UserError, match=r"no folder .*train; the root holds train/DOMAIN/CLASS"):
+    with pytest.raises(UserError, match=r"folder .*train does not exist; the root must hold train/DOMAIN/CLASS"):
         open_dataset("domain-folders", tmp_path)
     for split in ("train", "test"):
         (tmp_path / split / "noon").mkdir(parents=True)
@@ -272,7 +272,7 @@ def test_wrong_domain_folders(tmp_path: Path) -> None:
 def test_folders_are_no_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tree(tmp_path)
     assert main(["data", "show", "folders", "--root", str(tmp_path), "--scenario", "domain"]) == 2
-    assert "names no domains" in capsys.readouterr().err
+    assert "defines no domains" in capsys.readouterr().err
 
 
 # Runs
@@ -422,5 +422,5 @@ def test_own_tasks_go_on_as_before(tmp_path: Path) -> None:
     )
     dataset = open_dataset("manifest", tmp_path / "list.csv")
     assert tasks_of(dataset, "own") == ([1, 0], [[1], [0]])
-    with pytest.raises(UserError, match="Each class of list comes from one domain only"):
+    with pytest.raises(UserError, match="Each class of list comes from only one domain"):
         opened(domain_config(tmp_path / "list.csv", dataset="manifest"))

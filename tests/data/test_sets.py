@@ -273,7 +273,7 @@ def test_a_manifest(tmp_path: Path) -> None:
     numbered = ROWS.replace("ant,t", "10,t").replace("bee,t", "9,t").replace(",task", "")
     dataset = open_dataset("manifest", make_manifest(tmp_path, numbered))
     assert dataset.class_names == ["9", "10"] and dataset.tasks is None  # numbers in their order
-    with pytest.raises(UserError, match="names no tasks: give"):
+    with pytest.raises(UserError, match="defines no tasks: set"):
         tasks_of(dataset, "own")
     with pytest.raises(UserError, match="keep their order"):
         tasks_of(open_dataset("manifest", make_manifest(tmp_path, ROWS)), "own", "pilot")
@@ -296,7 +296,11 @@ def test_wrong_manifests(tmp_path: Path, change: tuple[str, str], sentence: str)
 
 
 def test_manifests_that_are_none(tmp_path: Path) -> None:
-    for root, sentence in ((None, r"stream\.root"), (tmp_path, "CSV or Parquet"), (tmp_path / "x.csv", "no file")):
+    for root, sentence in (
+        (None, r"stream\.root"),
+        (tmp_path, "CSV or Parquet"),
+        (tmp_path / "x.csv", "does not exist"),
+    ):
         with pytest.raises(UserError, match=sentence):
             open_dataset("manifest", root)
     with pytest.raises(UserError, match="lists no images"):
@@ -377,7 +381,7 @@ def test_rows_of_hugging_face(labels: list[Any], names: list[str] | None) -> Non
     assert dataset.train.subset(np.array([2])).image(0).permute(1, 2, 0).tolist() == np.asarray(picture(2)).tolist()
     dataset.check()
     assert isinstance(dataset, DataSet) and dataset.limited(1).fingerprint() != dataset.fingerprint()
-    with pytest.raises(UserError, match="no split 'validation'; there are train, test"):
+    with pytest.raises(UserError, match="no split 'validation'. Known: train, test"):
         from_huggingface(splits, test="validation")
     with pytest.raises(UserError, match="no column 'img'"):
         from_huggingface(splits, image="img")
@@ -398,7 +402,7 @@ def test_a_saved_data_set_of_hugging_face(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_is_no_data_set_of_hugging_face() -> None:
     rows = Rows(["cat", None, "dog"], None)
-    with pytest.raises(UserError, match="label None, which is no class"):
+    with pytest.raises(UserError, match="label None, which is not a class"):
         from_huggingface({"train": rows, "test": rows})
     with pytest.raises(UserError, match="this is one split"):
         from_huggingface(rows)  # type: ignore[arg-type]
@@ -416,11 +420,11 @@ def test_rows_without_an_image_are_named_and_left_out_if_asked() -> None:
 
     splits = {"train": Bad([0, 0, 1, 0, 1], ["a", "b"]), "test": Rows([0, 1], ["a", "b"])}
     whole = from_huggingface(splits)
-    with pytest.raises(UserError, match=r"^Row 1 holds no readable image \(no image format that is known\): remove"):
+    with pytest.raises(UserError, match=r"^Row 1 has no readable image \(unknown image format\): remove"):
         whole.check()
     dataset = whole.without_bad()
     assert dataset.train.labels.tolist() == [0, 1, 1] and len(dataset.skipped) == 2
-    assert dataset.skipped[0] == "train: row 1 holds no readable image (no image format that is known)"
+    assert dataset.skipped[0] == "train: row 1 has no readable image (unknown image format)"
     dataset.check()
 
 
@@ -443,7 +447,7 @@ def test_a_data_set_of_the_library_itself(tmp_path: Path) -> None:
     assert again.fingerprint() == open_dataset("huggingface", tmp_path / "saved").fingerprint()
     (tmp_path / "empty").mkdir()
     splits["train"].save_to_disk(str(tmp_path / "one"))
-    for folder, sentence in (("empty", "nothing that `save_to_disk` wrote"), ("one", "this is one split")):
+    for folder, sentence in (("empty", "not written by `save_to_disk`"), ("one", "this is one split")):
         with pytest.raises(UserError, match=sentence):
             open_dataset("huggingface", tmp_path / folder)
     streams = library.IterableDatasetDict({key: part.to_iterable_dataset() for key, part in splits.items()})
@@ -452,7 +456,7 @@ def test_a_data_set_of_the_library_itself(tmp_path: Path) -> None:
     bad = library.Dataset.from_dict({"image": [{"bytes": b"words", "path": None}], "label": [0]}, features=features)
     mixed = {"train": library.concatenate_datasets([splits["train"], bad]), "test": splits["test"]}
     found = from_huggingface(mixed).without_bad()
-    assert found.skipped == ("train: row 6 holds no readable image (no image format that is known)",)
+    assert found.skipped == ("train: row 6 has no readable image (unknown image format)",)
 
 
 def test_names_are_known_without_pytorch() -> None:

@@ -18,7 +18,7 @@ from mambacl.cli.reporting import audit, report
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.errors import UserError
 from mambacl.registry import unknown
-from mambacl.training.seconds import count_from_the_start_of_the_process
+from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
     train, resume, evaluate, report, audit, paper, plan, data_list, data_prepare, data_check, data_show, bench,
@@ -74,7 +74,7 @@ def _without_action(first: str, actions: Sequence[str], rest: Sequence[str]) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_name()
     if arguments is None:  # the process is there for this command
-        count_from_the_start_of_the_process()
+        count_from_process_start()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a reader that has gone is no mistake
