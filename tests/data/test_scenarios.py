@@ -259,7 +259,7 @@ def test_wrong_domain_folders(tmp_path: Path) -> None:
         open_dataset("domain-folders", tmp_path)
     for split in ("train", "test"):
         (tmp_path / split / "noon").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds no class folders"):
+    with pytest.raises(UserError, match="has no class folders"):
         open_dataset("domain-folders", tmp_path)
     make_domains(tmp_path / "data", train=1, test=1, left_out=tuple(f"test/rust/{name}" for name in CLASSES))
     with pytest.raises(UserError, match="'rust' of data has no test images"):
@@ -367,7 +367,10 @@ def test_beside_the_paper_another_scenario_has_a_column_of_its_own(tmp_path: Pat
     config = {"stream": {"dataset": "cifar100", "scenario": "task"}}
     path = make_run(tmp_path / "run", [[90], [80, 45]], [100, 50], config=config, scenario="task")
     assert benchmark_of(load_run(path)).endswith(", task-incremental")
-    for changes, sentence in (({"scenario": "x"}, "'scenario' is none of"), ({"domains": ["a"]}, "'domains' does not")):
+    for changes, sentence in (
+        ({"scenario": "x"}, "'scenario' is not one of"),
+        ({"domains": ["a"]}, "'domains' does not"),
+    ):
         damaged = make_run(tmp_path / sentence[1:5], [[90], [80, 45]], [100, 50], **changes)
         with pytest.raises(UserError, match=sentence):
             load_run(damaged)

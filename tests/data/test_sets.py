@@ -275,7 +275,7 @@ def test_a_manifest(tmp_path: Path) -> None:
     assert dataset.class_names == ["9", "10"] and dataset.tasks is None  # numbers in their order
     with pytest.raises(UserError, match="defines no tasks: set"):
         tasks_of(dataset, "own")
-    with pytest.raises(UserError, match="keep their order"):
+    with pytest.raises(UserError, match="have a fixed order"):
         tasks_of(open_dataset("manifest", make_manifest(tmp_path, ROWS)), "own", "pilot")
 
 
@@ -381,7 +381,7 @@ def test_rows_of_hugging_face(labels: list[Any], names: list[str] | None) -> Non
     assert dataset.train.subset(np.array([2])).image(0).permute(1, 2, 0).tolist() == np.asarray(picture(2)).tolist()
     dataset.check()
     assert isinstance(dataset, DataSet) and dataset.limited(1).fingerprint() != dataset.fingerprint()
-    with pytest.raises(UserError, match="no split 'validation'. Known: train, test"):
+    with pytest.raises(UserError, match=r"no split 'validation'\. Known: train, test"):
         from_huggingface(splits, test="validation")
     with pytest.raises(UserError, match="no column 'img'"):
         from_huggingface(splits, image="img")
@@ -404,7 +404,7 @@ def test_what_is_no_data_set_of_hugging_face() -> None:
     rows = Rows(["cat", None, "dog"], None)
     with pytest.raises(UserError, match="label None, which is not a class"):
         from_huggingface({"train": rows, "test": rows})
-    with pytest.raises(UserError, match="this is one split"):
+    with pytest.raises(UserError, match="this is a single split"):
         from_huggingface(rows)  # type: ignore[arg-type]
     stream = SimpleNamespace(features=rows.features)
     with pytest.raises(UserError, match="without streaming"):
@@ -447,7 +447,7 @@ def test_a_data_set_of_the_library_itself(tmp_path: Path) -> None:
     assert again.fingerprint() == open_dataset("huggingface", tmp_path / "saved").fingerprint()
     (tmp_path / "empty").mkdir()
     splits["train"].save_to_disk(str(tmp_path / "one"))
-    for folder, sentence in (("empty", "not written by `save_to_disk`"), ("one", "this is one split")):
+    for folder, sentence in (("empty", "not written by `save_to_disk`"), ("one", "this is a single split")):
         with pytest.raises(UserError, match=sentence):
             open_dataset("huggingface", tmp_path / folder)
     streams = library.IterableDatasetDict({key: part.to_iterable_dataset() for key, part in splits.items()})

@@ -140,7 +140,7 @@ def test_methods_without_a_null_space_are_audited_too(tmp_path, capsys):
 
 def test_a_run_without_a_finished_task_is_refused(tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
 
 
 def test_a_damaged_record_is_noticed(run, tmp_path, capsys):

@@ -309,7 +309,7 @@ def test_the_data_of_the_last_benchmark_are_looked_for_before_the_first_is_train
     monkeypatch.setattr(runner, "open_dataset", opened)
     monkeypatch.setattr(runner, "train", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(UserError, match="domainnet-s200"):
-        runner.carry_out(runner.jobs(planned("main", "paper"), tmp_path / "out", tmp_path))
+        runner.run_jobs(runner.jobs(planned("main", "paper"), tmp_path / "out", tmp_path))
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

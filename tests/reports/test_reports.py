@@ -281,7 +281,7 @@ def test_the_page_of_a_run_that_is_not_finished(tmp_path):
 def test_the_page_of_a_run_without_a_finished_task(tmp_path):
     folder = make_run(tmp_path / "a", [], [100, 50], status="running")
     words = "".join(checked(write_report([folder], tmp_path / "out"))[0].words)
-    assert "0 of 2 tasks are done" in words and "If it no longer runs" in words
+    assert "0 of 2 tasks are done" in words and "If it is no longer running" in words
     assert not (folder / "report.html").exists() and (tmp_path / "out" / "report.html").exists()
     assert "(0 of 2 tasks)" in to_text(comparison_table([load_run(folder)]))
 
@@ -460,5 +460,5 @@ def test_wrong_folders_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="at least one run"):
         write_report([])
     folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
-    with pytest.raises(UserError, match="give another folder with --out"):
+    with pytest.raises(UserError, match="choose another folder with --out"):
         write_report([folder], tmp_path / "file")
