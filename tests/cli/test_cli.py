@@ -98,7 +98,7 @@ def test_out_is_the_folder_of_all_compared_runs(
     ("arguments", "sentence"),
     [
         (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
-        (["train"], "Say what to train"),
+        (["train"], "Name what to train"),
         (["train", "dem"], "'dem' is neither a preset nor a file. Did you mean 'demo'?"),
         (["train", "demo", "--training.lrr", "1"], "no option '--training.lrr'. Did you mean '--training.lr'?"),
         (["train", "demo", "--training.lr", "fast"], "training.lr takes a number, got 'fast'"),
@@ -113,7 +113,7 @@ def test_out_is_the_folder_of_all_compared_runs(
         (["train", "demo", "--nullspace.blocks", "[40]"], "does not fit a model of 12 blocks"),
         (["train", "demo", "--stream.transforms.image_size", "30"], "do not divide into patches"),
         (["train", "demo", "--stream.transforms.mean", "[0.5]"], "mean must be three numbers"),
-        (["train", "demo", "--stream.order", "pilot", "--stream.order_seed", "-1"], "order_seed must lie"),
+        (["train", "demo", "--stream.order", "pilot", "--stream.order_seed", "-1"], "order_seed must be between"),
         (["train", "demo", "--lr", "1"], "no option '--lr'. Did you mean '--training.lr'?"),
         (["train", "demo", "--training", "5"], "The option '--training' is a group"),
         (["train", "demo", "--training.lr", ".inf"], "training.lr must be finite and at least 0"),

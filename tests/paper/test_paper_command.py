@@ -246,7 +246,7 @@ def test_the_losses_of_old_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     events = tmp_path / "nano" / RUN.format("sequential-losses") / "metrics.jsonl"
     events.write_text("".join(line for line in events.open() if '"task": 4' not in line))
     assert main(["paper", "loss-curve", *TINY, "--out", str(tmp_path), "--only", "sequential"]) == 0
-    assert "losses are not there after every task" in capsys.readouterr().out
+    assert "losses are missing after some tasks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -264,11 +264,11 @@ def test_without_runs_the_papers_values_stand_alone(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["mian"], "The paper has no 'mian' here. Did you mean 'main'? Known: main, long-sequence"),
-        (["--scale", "nano"], "Say first which table or figure: main"),
+        (["mian"], "There is no table or figure 'mian'. Did you mean 'main'? Known: main, long-sequence"),
+        (["--scale", "nano"], "Name a table or figure: main"),
         (["eta", "--scale", "huge"], "--scale takes one of paper, nano, got 'huge'"),
         (["eta", "--scale", "nano", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. The runs: fashion-mnist"),
+        (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. Known: fashion-mnist"),
         (["eta", "--scale", "nano", "--method", "ease"], "sets --method itself"),
         (["eta", "--scale", "nano", "--stream.tasks", "2"], "sets --stream.tasks itself"),
         (["pretraining", "--scale", "nano", "--pretrained", "false"], "pretraining sets --pretrained itself"),
@@ -287,7 +287,9 @@ def test_missing_presets_and_data_are_named(
 ) -> None:
     (run,) = planned("svd", "paper")
     odd = dataclasses.replace(run, benchmark=dataclasses.replace(run.benchmark, base="imagenet-r-7"))
-    with pytest.raises(UserError, match=r"There is no preset imagenet-r-7 yet, which this needs: --only NAME"):
+    with pytest.raises(
+        UserError, match=r"presets that do not exist yet: imagenet-r-7; leave them out with --only NAME"
+    ):
         runner.jobs([odd], tmp_path)
     wrong = dataclasses.replace(run, benchmark=dataclasses.replace(run.benchmark, base="demo"))
     with pytest.raises(UserError, match="The preset demo is not imagenet-r in 10 tasks"):

@@ -131,7 +131,7 @@ def test_files_without_seeds_are_counted(tmp_path: Path) -> None:
         ("a.json", "[[0.9], [0.8", "is not valid JSON"),
         ("a.json", "{}", "has no matrix"),
         ("a.json", '[[0.9], ["high", 0.9]]', "row 2: 'high' is not a number"),
-        ("eval_results.csv", AVALANCHE.replace("0.8000,0.5", "tensor,0.5"), "'tensor' on '1' after '1' is not a result"),
+        ("eval_results.csv", AVALANCHE.replace("0.8000,0.5", "tensor,0.5"), "after '1' is not a result"),
         ("logs.pyd", MAMMOTH.replace("'accuracy_2_task3': 50.0, ", ""), "lacks the accuracy on task 2 after task 3"),
         ("p.log", PILOT.replace("'10-19': 50.0, ", ""), "PILOT reports 2 groups of classes after task 3"),
         ("p.log", PILOT.replace("'00-09': 90.0, ", ""), "PILOT reports 0 groups of classes after task 1"),
@@ -162,7 +162,7 @@ def test_where_and_of_what(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "90\n80,90\n")
     with pytest.raises(UserError, match="does not name its benchmark; add --import-benchmark, e\.g\. cifar100-2"):
         import_records([path])
-    with pytest.raises(UserError, match="has 2 tasks, and cifar100-10 has 10"):
+    with pytest.raises(UserError, match="has 2 tasks, but cifar100-10 has 10"):
         import_records([path], benchmark="cifar100-10")
     with pytest.raises(UserError, match="There is no file"):
         import_records([tmp_path / "none.csv"])

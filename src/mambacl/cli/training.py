@@ -28,7 +28,7 @@ AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu
 def train(
     preset: Annotated[str | None, "a preset, or a YAML file with options"] = None,
     *,
-    compare: Annotated[str, "further methods, separated by commas, to train on the same stream"] = "",
+    compare: Annotated[str, "further methods, comma-separated, on the same stream"] = "",
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     **overrides: Any,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop
+from mambacl.training.step import autocast
 
 EVENT = "old-losses"
 WATCHED = 2  # the paper shows its first two tasks
@@ -30,7 +31,7 @@ class LossLoop(Loop):
         first, count = self.stream.first_label(task), len(self.stream.tasks[task])
         total, images_seen = 0.0, 0
         for images, labels in self.stream.plain_batches(task, self.recipe.eval_batch_size):
-            with self._autocast():
+            with autocast(self.device, self.bf16):
                 logits = self.method.predict(images.to(self.device))
             own = logits[:, first : first + count].float()
             total += float(F.cross_entropy(own, labels.to(self.device) - first, reduction="sum"))

@@ -47,7 +47,7 @@ class RunRecord:
     audit: Mapping[str, Any] = field(default_factory=dict)
     """contents of audit.json, or empty"""
     setting: Mapping[str, Any] = field(default_factory=dict)
-    """the null-space setting stored beside the spectra, or else the configuration's"""
+    """the null-space setting stored with the spectra, or the configuration's"""
 
     @property
     def method(self) -> str:

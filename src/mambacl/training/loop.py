@@ -9,7 +9,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.schedule import lr_factor
 from mambacl.training.seconds import Watch, with_other
-from mambacl.training.step import Recorder, TrainingStep
+from mambacl.training.step import Recorder, TrainingStep, autocast
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 CHECKPOINT_EVERY = 1.0  # seconds between background checkpoints: copying one takes longer than a step
@@ -165,7 +164,7 @@ class Loop:
     def _new_step(self) -> None:
         assert self.optimizer is not None
         graphs = self.fast and self.method.recordable
-        self.step = TrainingStep(self.method, self.optimizer, self.device, self._autocast(), graphs, self.recorder)
+        self.step = TrainingStep(self.method, self.optimizer, self.device, self.bf16, graphs, self.recorder)
 
     # The end of a task
 
@@ -199,7 +198,7 @@ class Loop:
         """The number of correct test images of each task up to this one."""
 
         def plain(images: Tensor) -> Tensor:
-            with self._autocast():
+            with autocast(self.device, self.bf16):
                 return self.method.predict(images)
 
         predict: Callable[[Tensor], Tensor] = plain
@@ -299,9 +298,6 @@ class Loop:
             "peak_memory_bytes": position.peak_memory,
             "versions": versions(),
         }
-
-    def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
 
 PHASES = ("train", "covariance", "decomposition", "evaluate")

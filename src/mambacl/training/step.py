@@ -7,7 +7,7 @@ the same kernels and results with a single launch. Batches of another size run n
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,11 @@ from mambacl.log import logger
 
 WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
 SHARE = 0.3  # of the GPU's memory: a graph holds the memory of its step, in addition to that of other steps
+
+
+def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[Any]:
+    """The forward pass of a run: under autocast with bf16, else unchanged."""
+    return torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
 
 
 class Loss(Protocol):
@@ -75,13 +80,13 @@ class TrainingStep:
         method: Loss,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        autocast: AbstractContextManager[Any],
+        bf16: bool,
         graphs: bool,
         recorder: Recorder | None = None,
     ) -> None:
         """`graphs`: whether to record steps if possible."""
         self.recorder = recorder or Recorder(device)
-        self.method, self.optimizer, self.device, self.autocast = method, optimizer, device, autocast
+        self.method, self.optimizer, self.device, self.bf16 = method, optimizer, device, bf16
         self.loss_sum = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.images_seen = 0
@@ -117,7 +122,7 @@ class TrainingStep:
         return sums
 
     def _run(self, images: Tensor, labels: Tensor) -> None:
-        with self.autocast:
+        with autocast(self.device, self.bf16):
             loss, correct = self.method.loss(images, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
