@@ -118,7 +118,7 @@ def test_out_is_the_folder_of_all_compared_runs(
         (["train", "demo", "--training", "5"], "The option '--training' is a group"),
         (["train", "demo", "--training.lr", ".inf"], "training.lr must be finite and at least 0"),
         (["train", "demo", "--nullspace.rank", "energy"], "needs a share between 0 and 1, as in energy:0.99"),
-        (["train", "demo", "--backbone_options.num_classes", "5"], "backbone_options cannot hold 'num_classes'"),
+        (["train", "demo", "--backbone_options.num_classes", "5"], "backbone_options cannot contain 'num_classes'"),
         (["train", "demo", "--backbone_options.patch_size", "0"], "patch_size must be positive"),
         (["train", "demo", "--out", "/dev/null/run"], "Not a directory"),
         (["resume", "nowhere"], "is not a run folder"),

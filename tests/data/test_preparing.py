@@ -104,7 +104,7 @@ def test_a_wrong_archive_or_list_is_refused(store: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"clipart \(1\)\.zip neither is nor contains one of clipart\.zip"):
         (tmp_path / "clipart (1).zip").write_bytes(b"")
         prepare("domainnet-345", root, [tmp_path / "clipart (1).zip"], store)
-    with pytest.raises(UserError, match="There is no file"):
+    with pytest.raises(UserError, match="does not exist"):
         prepare("imagenet-r", root, [tmp_path / "none.tar"], store)
     with pytest.raises(UserError, match=r"--lists is a folder with imagenet_r_train\.txt"):
         prepare("imagenet-r", tmp_path / "b", [store], tmp_path)

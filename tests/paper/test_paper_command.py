@@ -297,7 +297,7 @@ def test_missing_presets_and_data_are_named(
     if "imagenet-r-10" in preset_names():
         monkeypatch.chdir(tmp_path)
         assert main(["paper", "svd"]) == 2
-        assert "--root DIR, with DIR/imagenet-r (`mambacl data prepare` makes them)" in capsys.readouterr().err
+        assert "--root DIR, with DIR/imagenet-r (see `mambacl data prepare`)" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
 

@@ -164,7 +164,7 @@ def test_where_and_of_what(tmp_path: Path) -> None:
         import_records([path])
     with pytest.raises(UserError, match="has 2 tasks, but cifar100-10 has 10"):
         import_records([path], benchmark="cifar100-10")
-    with pytest.raises(UserError, match="There is no file"):
+    with pytest.raises(UserError, match="does not exist"):
         import_records([tmp_path / "none.csv"])
     (tmp_path / "task-il").mkdir()
     with pytest.raises(UserError, match="task-incremental evaluation"):

@@ -51,7 +51,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     first, second = arguments[0], " ".join(arguments[:2])
     if second in COMMANDS:  # such as `data check`
-        return COMMANDS[second](arguments[2:])
+        return _run(COMMANDS[second], arguments[2:])
     actions = [name.split()[1] for name in COMMANDS if name.startswith(f"{first} ")]
     if first not in COMMANDS and actions:
         return _without_action(first, actions, arguments[1:])
@@ -59,7 +59,17 @@ def _dispatch(arguments: list[str]) -> int:
         raise unknown("command", first, dict.fromkeys(name.split()[0] for name in COMMANDS))
     if first in LONG:
         _share_cores()
-    return COMMANDS[first](arguments[1:])
+    return _run(COMMANDS[first], arguments[1:])
+
+
+def _run(command: Command, arguments: Sequence[str]) -> int:
+    if not any(word in ("-h", "--help") for word in arguments):
+        return command(arguments)
+    from mambacl.cli.help import command_help
+
+    below = [other for name, other in COMMANDS.items() if name.startswith(f"{command.name} ")]
+    print(command_help(command, arguments, below))
+    return 0
 
 
 def _without_action(first: str, actions: Sequence[str], rest: Sequence[str]) -> int:

@@ -69,11 +69,6 @@ class Command:
         return f"See `mambacl {self.name} --help`."
 
     def __call__(self, arguments: Sequence[str]) -> int:
-        if any(word in ("-h", "--help") for word in arguments):
-            from mambacl.cli.help import command_help
-
-            print(command_help(self, arguments))
-            return 0
         words, given, overrides = self.read(arguments)
         return self.function(*self._placed(words), **given, **overrides)
 

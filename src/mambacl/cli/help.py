@@ -31,7 +31,8 @@ def wrap(text: str, indent: str = "", further: str | None = None, taken: int = 0
     return wide.wrap(" ".join(text.split()))
 
 
-def command_help(command: Command, arguments: Sequence[str]) -> str:
+def command_help(command: Command, arguments: Sequence[str], below: Sequence[Command] = ()) -> str:
+    """`below` are the commands whose names begin with this command's, such as `bench against`."""
     place = next(place for place, word in enumerate(arguments) if word in ("-h", "--help"))
     topic = arguments[place + 1] if len(arguments) > place + 1 else ""
     if command.takes_run_options and topic and not topic.startswith("-"):
@@ -54,23 +55,15 @@ def command_help(command: Command, arguments: Sequence[str]) -> str:
     for typed, option in command.options.items():
         shown = _default(option.default) if option.default or (option.default == 0 and option.kind is not bool) else ""
         lines += _row(f"{typed} {_placeholder(option.kind)}".rstrip(), option.text + shown)
-    lines += _below(command)
+    if below:
+        lines += ["", "Commands with other options:", *(line for c in below for line in _row(c.name, c.summary))]
     if command.name == "train":
         lines += [
             "",
-            "Options of the run, by group; `mambacl train --help GROUP` lists one group, `--help all` lists all:",
+            "Options of the run, by group (`mambacl train --help GROUP` lists one, `--help all` lists all):",
             *_groups(),
         ]
     return "\n".join(lines).rstrip()
-
-
-def _below(command: Command) -> list[str]:
-    """The commands whose names begin with this command's, such as `bench against`."""
-    from mambacl.cli import COMMANDS
-
-    below = [other for name, other in COMMANDS.items() if name.startswith(f"{command.name} ")]
-    rows = [line for other in below for line in _row(other.name, other.summary)]
-    return ["", "Commands with other options:", *rows] if below else []
 
 
 def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
@@ -182,7 +175,7 @@ def _groups() -> list[str]:
             lines += _row(name, summary[0].lower() + summary[1:] + also)
         elif name in _mappings():
             lines += _row(name, _sentence(name))
-    return [*lines, "", *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]
+    return [*lines, *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]  # all within 24 lines
 
 
 def _group_names() -> list[str]:

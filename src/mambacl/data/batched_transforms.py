@@ -83,9 +83,9 @@ def crop(images: Tensor, corners: NDArray[np.int64], flips: NDArray[np.bool_], s
     """Pads each image with black and cuts out (size, size) at its corner (top, left), mirrored if `flips` says so."""
     height, width = images.shape[-2:]
     top, left = (on_device(corner - padding, images.device).view(-1, 1) for corner in corners.T)
-    steps = torch.arange(size, device=images.device)
-    line = top + steps
-    column = left + torch.where(on_device(flips, images.device).view(-1, 1), size - 1 - steps, steps)
+    offsets = torch.arange(size, device=images.device)
+    line = top + offsets
+    column = left + torch.where(on_device(flips, images.device).view(-1, 1), size - 1 - offsets, offsets)
     inside = ((line >= 0) & (line < height)).unsqueeze(2) & ((column >= 0) & (column < width)).unsqueeze(1)
     index = torch.where(inside, (line * width).unsqueeze(2) + column.unsqueeze(1), -1)
     return gather_pixels(images, index.flatten(1), size, size)

@@ -274,11 +274,11 @@ def training_curves(record: RunRecord) -> Figure:
     bounds = list(zip(starts, ends, strict=True))
     for axes, (name, label, scale), colour in zip(grid[: len(panels)], panels, COLOURS[: len(panels)], strict=True):
         values = np.array([scale * v if isinstance(v := epoch.get(name), int | float) else np.nan for epoch in epochs])
-        steps = np.column_stack([np.arange(1, len(epochs) + 1), values])
+        points = np.column_stack([np.arange(1, len(epochs) + 1), values])
         width = 1.6 if len(starts) <= 20 else 0.9
-        axes.add_collection(LineCollection([steps[a:b] for a, b in bounds], colors=colour, linewidths=width))
+        axes.add_collection(LineCollection([points[a:b] for a, b in bounds], colors=colour, linewidths=width))
         single = [a for a, b in bounds if b - a == 1]  # a line with one point is invisible
-        axes.plot(*steps[single].T, "o", color=colour, markersize=3)
+        axes.plot(*points[single].T, "o", color=colour, markersize=3)
         shaded = [(a + 0.5, b - a) for a, b in bounds[1::2]]
         axes.broken_barh(
             shaded, (0, 1), transform=axes.get_xaxis_transform(), facecolor="#eff2f5", linewidth=0, zorder=0

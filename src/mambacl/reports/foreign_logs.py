@@ -74,10 +74,12 @@ def read_mammoth(path: Path, text: str) -> list[ImportedMatrix]:
             continue
         tasks = 1 + max(t for t, _ in values)
         rows = [[values.get((t, j)) for j in range(tasks)] for t in range(tasks)]
-        benchmark = _benchmark(_said(line, "dataset"), "mammoth", tasks)
+        benchmark = _benchmark(_setting(line, "dataset"), "mammoth", tasks)
         seed = re.search(r"'seed': (\d+)", line)
         lower = lower_rows(path, rows, 100.0)
-        found.append(ImportedMatrix("Mammoth", lower, _said(line, "model"), benchmark, int(seed[1]) if seed else None))
+        found.append(
+            ImportedMatrix("Mammoth", lower, _setting(line, "model"), benchmark, int(seed[1]) if seed else None)
+        )
     return found
 
 
@@ -113,7 +115,7 @@ def _first_class(group: str) -> int:
     return int(group.partition("-")[0])
 
 
-def _said(line: str, key: str) -> str | None:
+def _setting(line: str, key: str) -> str | None:
     match = re.search(rf"'{key}': '([^']*)'", line)
     return match[1] if match else None
 

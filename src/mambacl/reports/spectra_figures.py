@@ -45,8 +45,8 @@ class Panel:
     def curve(self, values: Floats) -> Floats:
         """The spectrum as points in the figure, (points, 2); a long one is thinned out."""
         count = len(values)
-        steps = np.geomspace(1, count, MAX_POINTS) if self.log_x else np.linspace(1, count, MAX_POINTS)
-        shown = np.unique(np.round(steps).astype(int)) if count > MAX_POINTS else np.arange(1, count + 1)
+        positions = np.geomspace(1, count, MAX_POINTS) if self.log_x else np.linspace(1, count, MAX_POINTS)
+        shown = np.unique(np.round(positions).astype(int)) if count > MAX_POINTS else np.arange(1, count + 1)
         return np.column_stack([self.x(shown), self.y(values[shown - 1])])
 
     def directions(self) -> list[int]:

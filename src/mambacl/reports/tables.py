@@ -60,35 +60,37 @@ def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some"
     headline = common_headline(records)
     several_benchmarks = len({record.benchmark for record in records}) > 1
     several_backbones = len({record.backbone for record in records}) > 1
-    steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
+    shown_tasks = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
     rank = not several_benchmarks  # different benchmarks do not compare
 
     words = ["method", *["benchmark"] * several_benchmarks, *["backbone"] * several_backbones, "seeds"]
     columns = [Column(word, text=True) for word in words]
     metrics = table_metrics(headline)
     columns += [Column(metric.title, metric.better if rank else None) for metric in metrics]
-    columns += [Column(f"after {step + 1}") for step in steps]
+    columns += [Column(f"after {task + 1}") for task in shown_tasks]
     rows = []
     for group in groups:
         row: list[Cell] = [group.name + (f" ({group.progress})" if group.progress else "")]
         row += [group.first.benchmark] * several_benchmarks + [group.first.backbone] * several_backbones
         row += [group.seeds, *(group.metric(metric.name) for metric in metrics)]
-        row += _after(group, steps, headline)
+        row += _after(group, shown_tasks, headline)
         rows.append(tuple(row))
     caption = " and ".join(dict.fromkeys(record.benchmark for record in records)) + ", in per cent"
-    return Table(caption, tuple(columns), tuple(rows), tuple(_notes(groups, headline, bool(steps), several_benchmarks)))
+    return Table(
+        caption, tuple(columns), tuple(rows), tuple(_notes(groups, headline, bool(shown_tasks), several_benchmarks))
+    )
 
 
 def progress_table(records: Sequence[RunRecord]) -> Table:
     """One row per group with the accuracy after each task (at most ten tasks)."""
     groups = group_runs(records)
     headline = common_headline(records)
-    steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), "some")
-    columns = (Column("method", text=True), *(Column(f"{step + 1}") for step in steps))
+    shown_tasks = _task_columns(max((group.first.tasks_done for group in groups), default=0), "some")
+    columns = (Column("method", text=True), *(Column(f"{task + 1}") for task in shown_tasks))
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
         name = group.label + (f" ({group.progress})" if group.progress else "")
-        rows.append((name, *_after(group, steps, headline)))
+        rows.append((name, *_after(group, shown_tasks, headline)))
     caption = f"Accuracy in per cent after the task in the column heading, mean over the {headline} seen"
     return Table(caption, columns, tuple(rows))
 
@@ -128,20 +130,20 @@ def _task_columns(done: int, tasks: str) -> list[int]:
     return sorted({done - 1 - i * step for i in range(MOST_TASK_COLUMNS) if done - 1 - i * step >= 0})
 
 
-def _after(group: Group, steps: Sequence[int], headline: str) -> list[Cell]:
+def _after(group: Group, shown_tasks: Sequence[int], headline: str) -> list[Cell]:
     mean, std = group.after_each_task(headline)
     cells: list[Cell] = []
-    for step in steps:
-        known = step < len(mean) and np.isfinite(mean[step])
-        cells.append(Value(float(mean[step]), None if std is None else float(std[step])) if known else None)
+    for task in shown_tasks:
+        known = task < len(mean) and np.isfinite(mean[task])
+        cells.append(Value(float(mean[task]), None if std is None else float(std[task])) if known else None)
     return cells
 
 
-def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmarks: bool) -> list[str]:
+def _notes(groups: Sequence[Group], headline: str, shown_tasks: bool, several_benchmarks: bool) -> list[str]:
     """What a reader must know to compare the numbers with others."""
     runs = [run for group in groups for run in group.runs]
     notes = [metric.sentence for metric in table_metrics(headline)]
-    if steps:
+    if shown_tasks:
         over = "mean over the tasks seen" if headline == "tasks" else "share of all test images seen"
         notes.append(f"after t: accuracy after task t, {over}")
     for scenario in dict.fromkeys(run.scenario for run in runs if run.scenario != "class"):
