@@ -157,7 +157,7 @@ def test_unusual_suffixes(tmp_path: Path, suffix: str) -> None:
 
 def test_a_home_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "folders", "--root", "~nobody-of-that-name/x"]) == 2
-    assert "begins with a home folder that does not exist" in capsys.readouterr().err
+    assert "begins with an unknown home folder" in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_an_archive_that_lacks_listed_images(
     monkeypatch.setitem(SOURCES, "imagenet-r", Source("", "", (3, 9, 3), (archive,), source.lists))
     words = ["--root", str(tmp_path / "root"), "--source", str(tmp_path / "a.tar"), "--lists", str(store)]
     assert main(["data", "prepare", "imagenet-r", *words]) == 1
-    assert "2 of the images are missing" in capsys.readouterr().out
+    assert "2 images are missing" in capsys.readouterr().out
 
 
 def test_a_wrong_archive_or_list_is_refused(store: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_wrong_archive_or_list_is_refused(store: Path, tmp_path: Path) -> None
         prepare("domainnet-345", root, [tmp_path / "clipart (1).zip"], store)
     with pytest.raises(UserError, match="does not exist"):
         prepare("imagenet-r", root, [tmp_path / "none.tar"], store)
-    with pytest.raises(UserError, match=r"--lists is a folder with imagenet_r_train\.txt"):
+    with pytest.raises(UserError, match=r"--lists takes a folder with imagenet_r_train\.txt"):
         prepare("imagenet-r", tmp_path / "b", [store], tmp_path)
     (root / "lists" / "imagenet_r_val.txt").write_text("my own")
     with pytest.raises(UserError, match="move it away"):
@@ -164,7 +164,7 @@ def test_a_disk_that_fills(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(files.shutil, "copyfileobj", full)
-        with pytest.raises(UserError, match=r"The disk is full at .*: make room and give the same command again"):
+        with pytest.raises(UserError, match=r"The disk is full at .*: free some space and repeat the command"):
             prepare("imagenet-r", root, [store], store)
     written = contents(root)
     assert len(written) == 6 and not list(root.rglob(PART))  # two lists, four images, no half of one
@@ -249,7 +249,7 @@ def test_a_root_that_may_not_be_written(
             prepare("imagenet-r", tmp_path / "root", [store], store)
     assert not contents(tmp_path / "root")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file where a folder is needed"):
+    with pytest.raises(UserError, match="is a file, but must be a folder"):
         prepare("imagenet-r", tmp_path / "file", [store], store)
 
 
@@ -313,7 +313,7 @@ def server(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_downloads_are_continued(server: Server, tmp_path: Path) -> None:
     root, server.breaks_at = tmp_path / "root", 1000
-    with pytest.raises(UserError, match=r"broke off after 1000 of .* bytes: try again to continue it"):
+    with pytest.raises(UserError, match=r"stopped after 1000 of .* bytes: try again to continue it"):
         prepare("imagenet-r", root)
     assert (root / "downloads" / "imagenet-r.tar.part").stat().st_size == 1000
     assert len(prepare("imagenet-r", root).test.labels) == 3

@@ -181,7 +181,7 @@ def test_a_table_interrupted_and_continued(
     with monkeypatch.context() as patched:
         patched.setattr(Loop, "_end_task", interrupted)
         assert main(command) == 130
-    assert "the same command again continues" in capsys.readouterr().err
+    assert "repeat the command to continue" in capsys.readouterr().err
     assert main([*command, "--dry-run"]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1]]
     methods = ("frozen", "seq-adapter", "ease", "mamba-cl")
@@ -195,7 +195,7 @@ def test_a_table_interrupted_and_continued(
         assert main(command) == 0
     assert trained == [2, 3, 4, *range(5), *range(5)] and first.stat().st_mtime_ns == before
     captured = capsys.readouterr()
-    assert "Runs: 4, of which 1 are finished." in captured.err and "[1/3] continuing" in captured.err
+    assert "Runs: 4, finished: 1." in captured.err and "[1/3] continuing" in captured.err
     assert "78.13 ± 0.41" in captured.out and "EASE-Mamba" in captured.out and "seeds 0" in captured.out
     page = tmp_path / "nano" / "paper-same-backbone.html"
     assert page.is_file() and str(page) in captured.err
@@ -203,13 +203,13 @@ def test_a_table_interrupted_and_continued(
     ours = {cell["method"] for cell in cells if cell["benchmark"] == "fashion-mnist-small-5" and cell["ours"]}
     assert ours == {"Mamba-fixed", "SeqAdapter-Mamba", "EASE-Mamba", "Mamba-CL"}
 
-    said = "scale nano: fashion-mnist-small at 16 pixels in 5 tasks stands for all data sets, passes: 1"
+    said = "scale nano: fashion-mnist-small at 16 pixels in 5 tasks replaces all data sets, passes: 1"
     assert said in captured.out and said in page.read_text(encoding="utf-8")
 
     assert main(["paper", "svd", *TINY, "--out", str(tmp_path)]) == 0  # nothing is left to train
     captured = capsys.readouterr()
-    assert "Runs: 1, of which 1 are finished." in captured.err and "8.7 (2.3%)" in captured.out
-    assert "minutes of a small model, not to be compared with the paper's" in captured.out
+    assert "Runs: 1, finished: 1." in captured.err and "8.7 (2.3%)" in captured.out
+    assert "minutes of a small model, not comparable with the paper's" in captured.out
     assert main(["paper", "main", *TINY, "--out", str(tmp_path), "--only", "mamba-cl"]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("not in mambacl") == 22 + 1 and "89.60 ± 0.27" in captured.out
@@ -217,10 +217,10 @@ def test_a_table_interrupted_and_continued(
     trained.clear()
     assert main(["paper", "eta", *TINY, "--out", str(tmp_path), "--only", "eta-0.85,mamba-cl-0"]) == 0
     captured = capsys.readouterr()
-    assert "Runs: 2, of which 1 are finished." in captured.err and "0.85" in captured.out
+    assert "Runs: 2, finished: 1." in captured.err and "0.85" in captured.out
     picture, html = (tmp_path / "nano" / f"paper-eta.{suffix}" for suffix in ("png", "html"))
     assert picture.read_bytes().startswith(b"\x89PNG") and str(html) in captured.err
-    assert "data:image/png;base64," in html.read_text() and "not printed in its text" in html.read_text()
+    assert "data:image/png;base64," in html.read_text() and "does not print the figure" in html.read_text()
     points = list(csv.DictReader((tmp_path / "nano" / "paper-eta.csv").open()))
     assert [(p["x"], p["metric"]) for p in points if p["source"] == "ours"] == [
         ("0.95", "accuracy"), ("0.95", "forgetting"), ("0.85", "accuracy"), ("0.85", "forgetting"),
@@ -242,7 +242,7 @@ def test_the_losses_of_old_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [p["series"] for p in points[:3]] == ["Mamba-Seq, task 1", "Mamba-Seq, task 1", "Mamba-Seq, task 2"]
     assert len(points) == 9 and (tmp_path / "nano" / "paper-loss-curve.png").is_file()
     assert "scale nano" in (tmp_path / "nano" / "paper-loss-curve.html").read_text(encoding="utf-8")
-    assert "losses are not there" not in capsys.readouterr().out
+    assert "losses are missing" not in capsys.readouterr().out
     events = tmp_path / "nano" / RUN.format("sequential-losses") / "metrics.jsonl"
     events.write_text("".join(line for line in events.open() if '"task": 4' not in line))
     assert main(["paper", "loss-curve", *TINY, "--out", str(tmp_path), "--only", "sequential"]) == 0
