@@ -48,7 +48,7 @@ def _identity(sizes: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
 
 
 def sample_crops_and_flips(rng: np.random.Generator, padding: int, sizes: NDArray[np.int64]) -> AugmentParams:
-    """For the augmentations flip and crop-flip: where to crop the padded image, and whether to mirror it."""
+    """Samples for the augmentations flip and crop-flip: where to crop the padded image, and whether to mirror it."""
     params, n = _identity(sizes), len(sizes)
     if padding:
         params["corners"] = rng.integers(0, 2 * padding + 1, (n, 2))
@@ -57,7 +57,7 @@ def sample_crops_and_flips(rng: np.random.Generator, padding: int, sizes: NDArra
 
 
 def sample_autoaugment(rng: np.random.Generator, augment: Any, sizes: NDArray[np.int64]) -> AugmentParams:
-    """For torchvision's composition of an AutoAugment and a RandomResizedCrop."""
+    """Samples for torchvision's composition of an AutoAugment and a RandomResizedCrop."""
     policy, crop = augment.transforms
     params = _identity(sizes)
     params["ops"], params["magnitudes"] = sample_operations(rng, policy, sizes)
@@ -110,8 +110,8 @@ def magnitude_table(height: int, width: int) -> NDArray[np.float64]:
 
 
 def sample_boxes(rng: np.random.Generator, crop: Any, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For a RandomResizedCrop: ten attempts at a random area and aspect ratio that fit the image, then the central
-    crop."""
+    """Samples for a RandomResizedCrop: tries ten times to fit a random area and aspect ratio into the image, then takes
+    the central crop."""
     boxes = _central_boxes(crop, sizes)
     (least, most), (narrow, broad) = crop.scale, np.log(crop.ratio)
     left = np.arange(len(sizes))

@@ -115,7 +115,7 @@ class ImageCache:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, with what PyTorch holds there and does not use."""
+    """Free bytes on a GPU, including memory that PyTorch has reserved but does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -105,8 +105,8 @@ def accuracy_over_images(correct: Counts, total: Totals) -> list[float]:
 
 
 def forgetting_by_task(correct: Counts, total: Totals, with_last: bool = False) -> list[float]:
-    """For each task but the last: its best accuracy in the rows before the last, or in all rows `with_last`, minus its
-    accuracy in the last row."""
+    """For each task but the last: its best accuracy in the rows before the last minus that in the last row. `with_last`
+    includes the last row in the best."""
     R = accuracy_matrix(correct, total)
     last = len(R) - 1
     return [max(R[t][j] for t in range(j, last + with_last)) - R[last][j] for j in range(last)]
