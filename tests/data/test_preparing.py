@@ -171,7 +171,7 @@ def test_a_disk_that_fills(store: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=10))
-        with pytest.raises(UserError, match="has room for"):
+        with pytest.raises(UserError, match="GB free, but"):
             prepare("imagenet-r", root, [store], store)
     assert len(prepare("imagenet-r", root, [store], store).train.labels) == 9
     assert {name: contents(root)[name] for name in written} == written
@@ -213,7 +213,7 @@ def test_a_root_without_permission_to_write(store: Path, tmp_path: Path) -> None
         for folder in (root, root / "deeper"):
             with (
                 as_anybody(),
-                pytest.raises(UserError, match=r"may not be written \(Permission denied\): choose a folder"),
+                pytest.raises(UserError, match=r"cannot be written \(Permission denied\): choose a folder"),
             ):
                 prepare("imagenet-r", folder, [sources], sources)
         assert not list(root.iterdir())
@@ -240,12 +240,12 @@ def test_a_root_that_may_not_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
-        with pytest.raises(UserError, match="may not be written"):
+        with pytest.raises(UserError, match="cannot be written"):
             prepare("imagenet-r", tmp_path / "root", [store], store)
     (tmp_path / "root").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "replace", refuse)
-        with pytest.raises(UserError, match="may not be written"):
+        with pytest.raises(UserError, match="cannot be written"):
             prepare("imagenet-r", tmp_path / "root", [store], store)
     assert not contents(tmp_path / "root")
     (tmp_path / "file").write_text("")
@@ -344,7 +344,7 @@ def test_a_download_that_was_whole_already(server: Server, tmp_path: Path) -> No
 
 def test_a_download_that_is_something_else(server: Server, tmp_path: Path) -> None:
     (server.store / "imagenet-r.tar").write_bytes(b"an apology")
-    with pytest.raises(UserError, match="not kept"):
+    with pytest.raises(UserError, match="was deleted"):
         prepare("imagenet-r", tmp_path / "root")
     assert not list((tmp_path / "root" / "downloads").iterdir())
     (server.store / "imagenet-r.tar").unlink()
