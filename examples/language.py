@@ -1,12 +1,13 @@
-"""python examples/language.py
+"""Teach a language model three kinds of text, one after another, with and without the null space.
 
-A small `MambaForCausalLM` (bytes, two layers, random weights) learns three text domains in sequence: docstrings,
-licences and source code of the installed packages. The whole model learns the first; then its selective SSMs and
-out_proj learn the others, once freely and once with `NullSpace`, with the same parameters, steps and learning rate;
-each domain has an output layer of its own. Printed is the perplexity per byte, on held-out text, of each domain after
-each.
+    python examples/language.py
 
-Two cores, 1 to 4 minutes, seed 0 (setting paper, rank energy:0.9, eta 0.9; texts differ with what is installed):
+A small `MambaForCausalLM` (bytes, two layers, random weights) first learns docstrings with all its weights. Then its
+selective SSMs and out_proj learn licences and source code: once freely ("sequential"), once protected by `NullSpace`.
+Both use the same parameters, steps and learning rate. Each domain has an output layer, so it must be known at test
+time. The texts come from the installed packages.
+
+Perplexity per byte on held-out text; two cores, 1 to 4 minutes, seed 0. Other installed packages give other numbers.
 
     perplexity per byte               docstrings    licences        code
     after docstrings    sequential          7.60
@@ -16,14 +17,12 @@ Two cores, 1 to 4 minutes, seed 0 (setting paper, rank energy:0.9, eta 0.9; text
     after code          sequential          8.40        7.38        6.29
     after code          null space          7.64        6.55        6.47
 
-The null space forgets much less of both earlier domains, and pays for it with what it learns of the new ones: when
-learned, licences are 15 per cent worse and code 3. Over all three, geometric mean, it ends at 6.87 against 7.31 (seeds
-1 and 2: 6.91 and 6.84 against 7.38 each); plain training at its best rate, 1e-3 of four tried, at 7.16.
+The null space forgets less of the earlier domains and learns less of the new ones. The final geometric mean over the
+domains is 6.87 against 7.31. Plain training at the best of four rates, 1e-3, reaches 7.16.
 
-An illustration: settings and rates were chosen on the same held-out texts. With one output layer for all domains and
-eta 1, plain training at a lower rate was as good or better, because the domains excite much the same directions; an
-output layer a domain, which must then be known at test time, and eta 0.9 made the difference. With the rest as above,
-rank energy:0.95 has the mean 6.86, eta 1 7.04, setting exact 6.86, and exact with eta 1 7.04.
+This is an illustration: settings and rates were chosen on the same held-out texts. With one output layer for all
+domains and eta 1, plain training at a lower rate is as good or better, because the domains excite much the same
+directions.
 """
 
 import argparse
@@ -45,9 +44,9 @@ from transformers.models.mamba import modeling_mamba
 
 import mambacl
 
-LENGTH, BATCH = 64, 16  # bytes in a sequence, sequences in a step
-FIRST_RATE, RATE = 4e-3, 2e-3  # learning rates: of the whole model from scratch, then of the selective SSMs
-MOST = 16_000  # bytes from one file, so that none is a large part of a domain
+LENGTH, BATCH = 64, 16  # bytes per sequence, sequences per step
+FIRST_RATE, RATE = 4e-3, 2e-3  # learning rates: whole model from scratch, then selective SSMs
+MOST = 16_000  # bytes per file, so that no file dominates a domain
 LICENCE = re.compile(r"(licen[cs]e|copying|notice)[^/]*(?<!\.py)(?<!\.pyc)$", re.IGNORECASE)
 
 
@@ -55,7 +54,7 @@ LICENCE = re.compile(r"(licen[cs]e|copying|notice)[^/]*(?<!\.py)(?<!\.pyc)$", re
 
 
 def installed_files() -> list[Path]:
-    """Files of the installed packages, mixed but in the same order each time; then those of the standard library."""
+    """Files of the installed packages, shuffled the same way each time; then those of the standard library."""
     files = {str(f): Path(str(f.locate())) for d in distributions() if d.name != "mambacl" for f in d.files or ()}
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     library = Path(sysconfig.get_path("stdlib"))
@@ -69,7 +68,7 @@ def docstrings(source: str) -> str:
 
 
 def code(source: str) -> str:
-    """Without docstrings and lines of comment, which are the other domains' texts."""
+    """Source without docstrings and comment lines, which belong to the other domains."""
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -79,7 +78,7 @@ def code(source: str) -> str:
 
 
 def texts(files: Sequence[Path], extract: Callable[[str], str]) -> Iterator[bytes]:
-    """A text from each file, without paragraphs that were there before: most licences are each other's copies."""
+    """One text per file, without repeated paragraphs: most licences are copies."""
     seen: set[str] = set()
     for file in files:
         try:
@@ -92,7 +91,7 @@ def texts(files: Sequence[Path], extract: Callable[[str], str]) -> Iterator[byte
 
 
 def filled(source: Iterator[bytes], size: int) -> Tensor:
-    """The next files' texts, as many bytes as asked for."""
+    """Texts of the next files, up to `size` bytes."""
     text = bytearray()
     while len(text) < size and (more := next(source, None)) is not None:
         text += more
@@ -100,7 +99,7 @@ def filled(source: Iterator[bytes], size: int) -> Tensor:
 
 
 def load_domains(size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """By domain, a text to learn and a held-out one of an eighth of its size, from other files."""
+    """For each domain, a text to learn, and a held-out one from other files, an eighth as long."""
     files = installed_files()
     python = [file for file in files if file.suffix == ".py"]
     licences = [file for file in files if LICENCE.match(file.name)]
@@ -114,7 +113,7 @@ def load_domains(size: int) -> dict[str, tuple[Tensor, Tensor]]:
         held_out = filled(source, size // 8)
         domains[name] = filled(source, size), held_out
         if min(len(text) for text in domains[name]) <= LENGTH:
-            raise SystemExit(f"There are too few {name} among the installed packages for --bytes {size}.")
+            raise SystemExit(f"The installed packages have too few {name} for --bytes {size}: choose less.")
     return domains
 
 
@@ -122,7 +121,7 @@ def load_domains(size: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def sequences(text: Tensor) -> list[Tensor]:
-    """Batches of the whole text."""
+    """The whole text, cut into batches."""
     return list(text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH).split(64))
 
 
@@ -140,7 +139,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps:
 
 
 def with_our_scan() -> None:
-    """Lets transformers' Mamba use mambacl's scan: the same numbers, several times faster than its plain loop."""
+    """Makes transformers' Mamba use mambacl's scan: same numbers, several times faster than its plain loop."""
 
     def scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
         known = ("D", "z", "delta_bias", "delta_softplus", "return_last_state")
@@ -150,14 +149,14 @@ def with_our_scan() -> None:
 
 
 class Learner:
-    """A language model with an output layer for each domain, as each task has its own classifier in the paper."""
+    """A language model with an output layer per domain, like the paper's classifier per task."""
 
     def __init__(self, model: MambaForCausalLM, space: mambacl.NullSpace, protected: bool) -> None:
         self.model, self.space, self.protected = model, space, protected
         self.outputs: dict[str, nn.Module] = {}
 
     def use(self, domain: str) -> None:
-        """Its output layer; a new domain's starts as a copy of the one in use."""
+        """Switches to the domain's output layer. A new one starts as a copy of the current one."""
         if domain not in self.outputs:
             self.outputs[domain] = copy.deepcopy(self.model.lm_head)
         self.model.lm_head = self.outputs[domain]
@@ -180,11 +179,11 @@ class Learner:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three text domains in sequence, without and with the null space.")
-    parser.add_argument("--steps", type=int, default=250, help="for each domain; the first has twice as many")
-    parser.add_argument("--bytes", type=int, default=200_000, help="of each domain's text")
+    parser.add_argument("--steps", type=int, default=250, help="per domain; the first gets twice as many")
+    parser.add_argument("--bytes", type=int, default=200_000, help="of text per domain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--setting", default="paper", choices=("paper", "exact", "public-code"))
-    parser.add_argument("--rank", default="energy:0.9", help="the more of the energy, the more is protected")
+    parser.add_argument("--rank", default="energy:0.9", help="rank rule; more energy protects more")
     parser.add_argument("--eta", type=float, default=0.9, help="strictness of the projection, 0 to 1")
     options = parser.parse_args()
 

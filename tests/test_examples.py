@@ -39,7 +39,7 @@ def test_the_notebook(monkeypatch):
     assert all(not cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
     names: dict = {}
     exec(first, names)
-    names |= {"IMAGES_A_CLASS": 5, "PASSES": 1}
+    names |= {"IMAGES_PER_CLASS": 5, "PASSES": 1}
     import matplotlib.pyplot as plt
 
     shown = []

@@ -85,7 +85,7 @@ class RunConfig(Options):
     """seed of the classifiers, the order of the images and their augmentation"""
     device: Device = "auto"
     """auto (cuda if available), cpu, cuda or cuda:N"""
-    precision: Literal["auto", "float32", "tf32", "bf16"] = "float32"
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     """auto is bf16 on a GPU that supports it, else float32, and does not change during a run; tf32 uses TF32 for matrix
     products on a GPU; bf16 runs training and evaluation under autocast, with TF32 for what that leaves in float32; the
     scan, A, delta and the projection stay in float32"""

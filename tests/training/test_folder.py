@@ -64,3 +64,9 @@ def test_only_what_is_needed_must_be_there(tmp_path: Path) -> None:
     (folder.path / "results.json").write_text(json.dumps({"schema": 2}))
     with pytest.raises(UserError, match="reads schema 1: use the version that wrote the run"):
         folder.results()
+
+
+def test_a_folder_from_before_the_option_precision_stays_in_float32(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    assert "precision" not in folder.options()
+    assert folder.config().precision == "float32"

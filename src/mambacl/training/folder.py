@@ -106,7 +106,7 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """The configuration, checked, to continue the run."""
-        config = from_dict(self.options())
+        config = from_dict({"precision": "float32", **self.options()})  # the default before `auto` existed
         order = config.stream.order
         if isinstance(order, str) and order not in ORDERS and not is_file(order) and not config.stream.by_domain:
             kept = self.stream()["class_order"]  # the order's file is gone, but the run has a copy
