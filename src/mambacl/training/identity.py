@@ -24,7 +24,8 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key not in EXECUTION}
 
 
-def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Names of the options that make two configurations different runs."""
-    a, b = defining(one.as_dict()), defining(other.as_dict())
-    return [key for key in {**a, **b} if a.get(key) != b.get(key)]
+def differences(existing: RunConfig, wanted: RunConfig) -> list[str]:
+    """Names of the options that make `wanted` another run than `existing`. The precision `auto` fits any run."""
+    a, b = defining(existing.as_dict()), defining(wanted.as_dict())
+    same = ("precision",) if wanted.precision == "auto" else ()
+    return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in same]
