@@ -160,7 +160,7 @@ def test_nothing_is_unpickled_or_run(tmp_path: Path) -> None:
 
 def test_where_and_of_what(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "90\n80,90\n")
-    with pytest.raises(UserError, match="does not name its benchmark; add --import-benchmark, e\.g\. cifar100-2"):
+    with pytest.raises(UserError, match=r"does not name its benchmark; add --import-benchmark, e\.g\. cifar100-2"):
         import_records([path])
     with pytest.raises(UserError, match="has 2 tasks, but cifar100-10 has 10"):
         import_records([path], benchmark="cifar100-10")
