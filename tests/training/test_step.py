@@ -236,9 +236,9 @@ def test_results_written_late_are_those_of_their_time(tmp_path: Path, monkeypatc
             job, self.job = self.job, lambda: None
             job()
 
-    written, write = [], RunFolder.write_json
+    written, write = [], RunFolder.write_results
     monkeypatch.setattr(loop, "Background", lambda on: Late(on=True))
-    monkeypatch.setattr(RunFolder, "write_json", lambda *given: written.append(deepcopy(given[-1])) or write(*given))
+    monkeypatch.setattr(RunFolder, "write_results", lambda *given: written.append(deepcopy(given[-1])) or write(*given))
     mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "late"))
     found = [results for results in written if "correct" in results]
     assert len(found) > 2
