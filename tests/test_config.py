@@ -97,7 +97,7 @@ def test_what_a_file_says_of_its_own_backbone_stands() -> None:
 
 def test_wrong_extensions(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "extends: b.yaml")
-    with pytest.raises(UserError, match="extends itself, by way of"):
+    with pytest.raises(UserError, match="extends itself through"):
         resolve(write(tmp_path / "b.yaml", "extends: a.yaml"), {})
     with pytest.raises(UserError, match=r"'dmeo' is neither a preset nor a file\. Did you mean 'demo'"):
         resolve(write(tmp_path / "c.yaml", "extends: dmeo"), {})
@@ -205,7 +205,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"broken\.yaml, line 2 is not valid YAML"):
         read_preset(broken)
     broken.write_text("- a list")
-    with pytest.raises(UserError, match="must hold options"):
+    with pytest.raises(UserError, match="must contain options"):
         read_preset(broken)
     for text in ("name: 2024-13-45", "a: &a [*a]"):
         broken.write_text(text)

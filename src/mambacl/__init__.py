@@ -1,10 +1,11 @@
 """mambacl teaches a pre-trained Mamba model new classes, task after task, without the old data and without forgetting.
 
-The names below are loaded when first used, so that `import mambacl` costs nothing.
+The names below are imported on first use, so that `import mambacl` is fast.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from mambacl.lazy import attributes
 
 if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
@@ -19,23 +20,19 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOMES = {
-    "NullSpace": "mambacl.nullspace",
-    "Run": "mambacl.training.api",
-    "RunConfig": "mambacl.config",
-    "Setting": "mambacl.nullspace",
-    "UserError": "mambacl.errors",
-    "audit": "mambacl.training.api",
-    "create_model": "mambacl.backbones",
-    "list_datasets": "mambacl.data",
-    "evaluate": "mambacl.training.api",
-    "list_models": "mambacl.backbones",
-    "recorded": "mambacl.training.recorded",
-    "report": "mambacl.reports",
-    "resume": "mambacl.training.api",
-    "selective_scan": "mambacl.ops",
-    "train": "mambacl.training.api",
-}
+_attribute = attributes(
+    __name__,
+    {
+        **dict.fromkeys(("NullSpace", "Setting"), "nullspace"),
+        **dict.fromkeys(("Run", "audit", "evaluate", "resume", "train"), "training.api"),
+        "RunConfig": "config",
+        "UserError": "errors",
+        **dict.fromkeys(("create_model", "list_models"), "backbones"),
+        "list_datasets": "data",
+        "recorded": "training.recorded",
+        "selective_scan": "ops",
+    },
+)
 
 __all__ = [
     "NullSpace",
@@ -81,9 +78,11 @@ def __getattr__(name: str) -> Any:
             return version("mambacl")
         except PackageNotFoundError:  # its folder is on the path, but it is not installed
             return "0+unknown"
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mambacl' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), "write_report" if name == "report" else name)
+    if name == "report":
+        from mambacl.reports import write_report
+
+        return write_report
+    return _attribute(name)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
 """A run's configuration: dataclasses, resolved from a preset, a file and options, and checked before any work starts.
 
-Later layers win over earlier ones: the named setting and recipe; the preset or file, after those that it `extends`;
-then what was given by hand. A layer that names a setting or a recipe starts again from it: what earlier layers changed
-in another is dropped. A layer that names another backbone drops what earlier ones chose for theirs.
+Later layers override earlier ones: first the named setting and recipe, then the preset or file, after those that it
+`extends`, then the user's options. A layer that names a setting or a recipe starts from it and drops earlier changes to
+another. A layer that names another backbone drops what earlier layers chose for theirs.
 
-PyTorch is not loaded for any of it, unless another backbone than the preset's is named.
+None of this imports PyTorch, unless the user names another backbone than the preset's.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ Device = Annotated[
 
 
 def check_device(name: str) -> None:
-    """Refuses what is no device's name; whether there is such a device is another question."""
+    """Refuses a string that is not a device name; does not check whether the device exists."""
     Option.of("device", Device).check(name)
 
 
@@ -52,24 +52,24 @@ class RunConfig(Options):
     """One run"""
 
     name: str = "run"
-    """what the run is called: its preset's, file's or image folder's name"""
+    """name of the run; default: the name of its preset, file or image folder"""
     method: str = "mamba-cl"
     """continual-learning method; `mambacl methods` lists them"""
     backbone: str = "defocus_mamba_nano"
-    """model to teach; `mambacl models` lists them"""
+    """model to train; `mambacl models` lists them"""
     pretrained: bool | str = True
-    """true for the public weights of that model, or the path of a checkpoint; false starts from random weights"""
+    """true for the model's public weights, or the path of a checkpoint; false starts from random weights"""
     known_classes: bool = False
-    """the checkpoint already tells the first task's classes apart: its classifier is taken over, nothing is trained in
-    that task, and its images only show what to protect"""
+    """the checkpoint already knows the classes of the first task: use its classifier, train nothing in that task, and
+    use its images only to find what to protect"""
     backbone_options: dict[str, Any] = field(default_factory=dict)
     """changes to the model's configuration"""
     setting: str = "paper"
-    """named null-space setting that `nullspace` starts from: paper, public-code, exact"""
+    """null-space setting that `nullspace` starts from: paper, public-code, exact"""
     nullspace: Setting = field(default_factory=Setting)
     """how the null space is built and applied"""
     recipe: str = "paper"
-    """named recipe that `training` starts from: paper, public-code"""
+    """recipe that `training` starts from: paper, public-code"""
     training: Recipe = field(default_factory=Recipe)
     """how one task is trained"""
     stream: StreamConfig = field(default_factory=StreamConfig)
@@ -77,30 +77,32 @@ class RunConfig(Options):
     options: dict[str, Any] = field(default_factory=dict)
     """the method's options"""
     classifier: str = "auto"
-    """what answers: separate, cosine, nearest-mean or another; auto is the method's own, in the paper separate heads"""
+    """classifier: separate, cosine, nearest-mean or another; auto is the method's, which is separate heads in the
+    paper"""
     classifier_options: dict[str, Any] = field(default_factory=dict)
-    """that classifier's own options"""
+    """the classifier's options"""
     seed: Annotated[int, between(0, 2**63 - 1)] = 0
-    """of the classifiers, the order of the images and their augmentation"""
+    """seed of the classifiers, the order of the images and their augmentation"""
     device: Device = "auto"
-    """auto (cuda where there is one), cpu, cuda or cuda:N"""
+    """auto (cuda if available), cpu, cuda or cuda:N"""
     precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
-    """auto is bf16 on a GPU that has it, else float32, and a run keeps what it began with; tf32 takes matrix products
-    on a GPU in TF32; bf16 runs training and evaluation under autocast, and what that leaves in float32 as tf32 does;
-    the scan, A and delta stay in float32, and so does the projection"""
+    """auto is bf16 on a GPU that supports it, else float32, and does not change during a run; tf32 uses TF32 for matrix
+    products on a GPU; bf16 runs training and evaluation under autocast, with TF32 for what that leaves in float32; the
+    scan, A, delta and the projection stay in float32"""
     fast: bool = True
-    """on a GPU: fused kernels, recorded steps, images prepared there; false takes the plain twin of each"""
+    """on a GPU: fused kernels, steps recorded as CUDA graphs, images transformed on the GPU; false uses the plain twin
+    of each"""
     audit_images: Annotated[int, at_least(0)] = 0
-    """images of each task to keep for the consistency audit: `mambacl audit RUN`"""
+    """images per task to keep for the consistency audit (`mambacl audit RUN`)"""
     out: str | None = None
-    """run folder; runs/NAME-METHOD-SEED if empty"""
+    """run folder; default: runs/NAME-METHOD-SEED"""
 
     def check(self) -> None:
         if self.known_classes and self.pretrained is False:
-            raise OptionError("{group}known_classes needs a model that knows them: set pretrained to its checkpoint.")
+            raise OptionError("{group}known_classes needs a checkpoint that knows the classes: set pretrained to it.")
         for name in ("name", "num_classes", "pretrained"):
             if name in self.backbone_options:
-                raise OptionError(f"{{group}}backbone_options cannot hold '{name}': it is set by the run itself.")
+                raise OptionError(f"{{group}}backbone_options cannot contain '{name}', which the run sets: remove it.")
 
     @property
     def folder(self) -> Path:
@@ -114,7 +116,7 @@ class RunConfig(Options):
 
 
 def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides: Mapping[str, Any]) -> RunConfig:
-    """The whole configuration, from a preset's name, a YAML file, a mapping or another configuration, and overrides."""
+    """The complete configuration, from a preset's name, a YAML file, a mapping or a configuration, and overrides."""
     first, *others = map(_with_given_rules, [*_layers(source), nested(overrides)])
     values = {"setting": RunConfig.setting, "recipe": RunConfig.recipe, **first}
     for layer in others:
@@ -127,12 +129,14 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     config = _with_absolute_paths(from_dict(merge(named, values)))
     own_images = config.stream.dataset in ("folders", "domain-folders")
     if config.name in ("run", "images") and own_images and config.stream.root is not None:
-        return dataclasses.replace(config, name=Path(config.stream.root).name)  # runs of several folders keep apart
+        return dataclasses.replace(
+            config, name=Path(config.stream.root).name
+        )  # so that runs on different folders have different names
     return config
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Checks names, types and values; what is missing, as in a folder of an earlier version, has its default."""
+    """Checks names, types and values. Missing options, as in a folder of an earlier version, get their defaults."""
     return build(RunConfig, values, from_text=True)
 
 
@@ -148,17 +152,17 @@ def _with_layer(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
 
 
 def _for_backbone(base: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen for a backbone is dropped when another one is named: its weights, its options, the blocks to
-    fine-tune, and the image size where the other's own differs. The other starts from its public weights, if it has
-    any. What the layer says itself need not be looked up, so that a preset may name a backbone without PyTorch."""
+    """If a layer names another backbone, drops what was chosen for the old one: its weights, its options, the blocks to
+    fine-tune, and the image size if the new one's differs. The new one starts from its public weights, if it has any.
+    Looks up only what the layer does not set, so that a preset can name a backbone without importing PyTorch."""
     name = layer.get("backbone")
     own = base.get("backbone", RunConfig.backbone)
     if not isinstance(name, str) or name == own:
         return base
     dropped = ["pretrained", "backbone_options", "nullspace.blocks"]
-    transforms, said = _part(base, "stream", "transforms"), _part(layer, "stream", "transforms")
+    transforms, given = _part(base, "stream", "transforms"), _part(layer, "stream", "transforms")
     sizes = ("image_size", "resize")
-    chosen = [key for key in sizes if transforms.get(key) is not None and key not in said]
+    chosen = [key for key in sizes if transforms.get(key) is not None and key not in given]
     if chosen or "resize" in _part(transforms, "covariance"):
         before = _input_size(own, _part(base, "backbone_options"))
         if before is None or before != _input_size(name, _part(layer, "backbone_options")):
@@ -173,7 +177,7 @@ def _for_backbone(base: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
 
 
 def _part(values: Any, *keys: str) -> Mapping[str, Any]:
-    """A group of options, empty where there is none; one of the wrong kind is refused later, by name."""
+    """A group of options; empty if missing or of the wrong type, which is reported later."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, Mapping) else {}
@@ -188,8 +192,8 @@ def _without(values: Mapping[str, Any], dropped: Iterable[str], prefix: str = ""
 
 
 def _input_size(name: str, options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of the images a model is made for; None where it cannot be built without values, for any reason: what
-    is wrong with it is said when it is built in earnest."""
+    """The shape of a model's images; None if the model cannot be built on the meta device. Building the real model
+    reports the error."""
     import torch
 
     from mambacl.backbones.registry import MODELS
@@ -204,7 +208,7 @@ def _input_size(name: str, options: Mapping[str, Any]) -> tuple[int, ...] | None
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """So that a run can be continued from any folder."""
+    """So that a run can be resumed from any folder."""
     changes: dict[str, Any] = {}
     if config.stream.root is not None:
         root = str(expanded(config.stream.root).absolute())
@@ -220,8 +224,8 @@ def preset_names() -> list[str]:
 
 
 def read_preset(source: str | Path) -> list[dict[str, Any]]:
-    """The layers of a shipped preset, by name, or of a YAML file, by path: first those that it extends. A run is called
-    after its preset or file unless that says otherwise."""
+    """The layers of a shipped preset, by name, or of a YAML file, by path; those that it extends come first. A run has
+    the name of its preset or file, unless that sets another."""
     return _read_layers(source, Path(), ())
 
 
@@ -234,7 +238,7 @@ def _layers(source: str | Path | Mapping[str, Any] | RunConfig | None) -> list[d
 
 
 def _read_layers(source: str | Path, folder: Path, above: tuple[str, ...]) -> list[dict[str, Any]]:
-    """`folder`: of the file that names the source; `above`: what has led here."""
+    """`folder` is that of the file that names the source; `above` are the files that extend it."""
     names = preset_names()
     if str(source) in names:
         where, name, inside = str(source), str(source), folder
@@ -248,9 +252,9 @@ def _read_layers(source: str | Path, folder: Path, above: tuple[str, ...]) -> li
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read ({error}).") from None
+            raise UserError(f"{path} cannot be read ({error}): write it as UTF-8 text.") from None
     if where in above:
-        raise UserError(f"{where} extends itself, by way of {', '.join(above)}: remove one `extends`.")
+        raise UserError(f"{where} extends itself through {', '.join(above)}: remove one `extends`.")
     return _with_extended({"name": name, **nested(parse_yaml(text, where))}, inside, (*above, where))
 
 
@@ -271,5 +275,5 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         line = f", line {place.line + 1}" if place else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from None
     if contents is not None and not isinstance(contents, dict):
-        raise UserError(f"{where} must hold options, one 'name: value' per line.")
+        raise UserError(f"{where} must contain options, one 'name: value' per line.")
     return contents or {}

@@ -1,5 +1,5 @@
-"""Errors that are the user's to mend: one sentence that names the mistake and the remedy."""
+"""Errors that the user can fix: one sentence with the mistake and the remedy."""
 
 
 class UserError(ValueError):
-    """A wrong word, file or value. The command line prints it without a traceback and exits with 2."""
+    """A mistake in the user's input. The command line prints it without a traceback and exits with 2."""

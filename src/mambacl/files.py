@@ -1,6 +1,6 @@
 """Files: atomic writes, locks, checksums, downloads, and tensors on disk.
 
-PyTorch is loaded only for tensors and the network only for downloads, so that options can be checked without them.
+PyTorch and the network modules are imported only on use, so that options can be checked without them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there nothing keeps two processes apart
+except ImportError:  # Windows, where locks have no effect
     fcntl = None  # type: ignore[assignment]
 
-PART = ".mambacl-part"  # the name of a file that is being unpacked
+PART = ".mambacl-part"  # the name of a file while it is written
 CHECKSUM, ALIAS = "mambacl.checksum", "mambacl.same."
 NO_CHECKSUM = "crc32-of-all not-known-"
 DTYPES = {
@@ -38,11 +38,11 @@ DTYPES = {
 
 
 def expanded(path: str | Path) -> Path:
-    """With the home folder that ~ or ~NAME stands for."""
+    """The path with ~ or ~NAME replaced by the home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{path} begins with a home folder that does not exist: write the path out.") from None
+        raise UserError(f"{path} begins with an unknown home folder: write the full path.") from None
 
 
 # Writing
@@ -50,8 +50,8 @@ def expanded(path: str | Path) -> Path:
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> Iterator[Path]:
-    """A temporary file beside `path` to write to. At the end it takes the place of `path`, flushed to disk first unless
-    `sync` is off; after an error it is removed, and `path` stays unchanged."""
+    """A temporary file next to `path` to write to. At the end it replaces `path`, after being flushed to disk if `sync`
+    is set. After an error it is removed, and `path` stays unchanged."""
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
@@ -72,7 +72,7 @@ def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> I
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, and returns when the bytes are on disk."""
+    """Replaces a file atomically. Returns when the bytes are on disk."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -82,8 +82,8 @@ def write_json(path: Path, content: object) -> None:
 
 
 def write_stream(path: Path, source: IO[bytes]) -> None:
-    """A file from a stream, atomically. Nothing is flushed: data sets have hundreds of thousands of files. A killed
-    process leaves at most one unfinished file per folder, which the next one replaces."""
+    """Writes a stream to a file, atomically. Does not flush, because data sets have hundreds of thousands of files. A
+    killed process leaves at most one unfinished file per folder, which the next process replaces."""
     make_folder(path.parent)
     try:
         with replacing(path, path.parent / PART, sync=False) as temporary, open(temporary, "wb") as out:
@@ -102,17 +102,17 @@ def make_folder(folder: Path) -> None:
 def require_space(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
-        raise UserError(f"{folder} has room for {gigabytes(free)}, but {gigabytes(need)} are needed: make room.")
+        raise UserError(f"{folder} has {gigabytes(free)} free, but {gigabytes(need)} are needed: free some space.")
 
 
 def disk_error(error: OSError, path: Path) -> Exception:
-    """A sentence for a disk that is full or may not be written; the error itself otherwise."""
+    """A `UserError` for a full or read-only disk; other errors stay unchanged."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"The disk is full at {path}: make room and give the same command again; what is done stays.")
+        return UserError(f"The disk is full at {path}: free some space and repeat the command; finished files stay.")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return UserError(f"{path} may not be written ({error.strerror}): choose a folder that you may write to.")
+        return UserError(f"{path} cannot be written ({error.strerror}): choose a folder that you can write to.")
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return UserError(f"{path} is a file where a folder is needed: move it away, or choose another folder.")
+        return UserError(f"{path} is a file, but must be a folder: move it away, or choose another folder.")
     return error
 
 
@@ -125,21 +125,21 @@ def gigabytes(count: int) -> str:
 
 @contextmanager
 def locked(lock: Path, busy: str | None = None) -> Iterator[None]:
-    """One process at a time holds this lock file, which is removed at the end. `busy` is the message where another
-    process has it; without one, waits. The lock ends with the process, however it ends."""
+    """Holds a lock file, which one process at a time can hold, and removes it at the end. If another process holds it,
+    raises an error with the message `busy`, or waits without one. The lock ends with the process, even if killed."""
     held = _lock(lock, busy) if fcntl is not None else None
     try:
         yield
     finally:
         if held is not None:
             with suppress(OSError):
-                lock.unlink()  # before the lock is released, so that nobody locks a file that is about to go
+                lock.unlink()  # before releasing the lock, so that nobody locks a file that is about to be removed
             os.close(held)
 
 
 def _lock(lock: Path, busy: str | None) -> int | None:
-    """A descriptor that holds the lock; None where nothing can be locked: a folder that may not be written, which needs
-    no lock, or a file system without locks."""
+    """A descriptor that holds the lock. None if locking is impossible: the folder is read-only and needs no lock, or
+    the file system has no locks."""
     while True:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -155,15 +155,15 @@ def _lock(lock: Path, busy: str | None) -> int | None:
             return None
         if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # its last owner has removed it
+        os.close(descriptor)  # its last owner has removed the file
 
 
 # Checksums and downloads
 
 
 def has_checksum(path: Path, checksum: str, content: str = "") -> bool:
-    """Whether a file has a checksum such as 'sha256:...', or its content has the checksum `content`, once unpacked
-    where the name ends in .gz."""
+    """Whether a file has a checksum such as 'sha256:...', or its content, unpacked if the name ends in .gz, has the
+    checksum `content`."""
     with open(path, "rb") as file:
         if _digest(file, checksum) == checksum:
             return True
@@ -192,14 +192,14 @@ def download(
     content: str = "",
     say: Callable[[str], None] = logger.info,
 ) -> None:
-    """Downloads a file, from where an earlier call broke off if the checksum is known. The file has its name only when
-    it is complete and right. `otherwise` says what to do where there is no network."""
+    """Downloads a file. If the checksum is known, continues an interrupted download. The file gets its name only when
+    it is complete and correct. `otherwise` tells the user what to do without a network."""
     from http.client import HTTPException
     from urllib.error import URLError
 
     make_folder(path.parent)
     with locked(path.with_name(f".{path.name}.lock")):
-        if path.exists():  # another process has fetched it
+        if path.exists():  # another process has downloaded it
             return
         part = path.with_name(path.name + ".part")
         begun = part.stat().st_size if checksum and part.exists() else 0
@@ -214,18 +214,18 @@ def download(
         size = part.stat().st_size
         if expected is not None and size < expected:
             raise UserError(
-                f"The download of {url} broke off after {size} of {expected} bytes: try again to continue it."
+                f"The download of {url} stopped after {size} of {expected} bytes: try again to continue it."
             )
         if checksum is not None and not has_checksum(part, checksum, content):
             part.unlink()
             raise UserError(
-                f"The file at {url} is not the one expected ({checksum}): it was not kept; try again, or {otherwise}."
+                f"The file at {url} is not the expected one ({checksum}) and was deleted: try again, or {otherwise}."
             )
         os.replace(part, path)
 
 
 def _fetch(url: str, part: Path, begun: int) -> int | None:
-    """Appends to the part if the server can, else starts over. Returns the size of the complete file, if known."""
+    """Continues the partial file if the server supports it, else starts over. Returns the complete size, if known."""
     import urllib.error
     import urllib.request
 
@@ -233,7 +233,7 @@ def _fetch(url: str, part: Path, begun: int) -> int | None:
     try:
         response = urllib.request.urlopen(request, timeout=60)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and begun:  # nothing is left to fetch
+        if error.code == 416 and begun:  # already complete
             return begun
         raise
     with response:
@@ -252,10 +252,9 @@ def _fetch(url: str, part: Path, begun: int) -> int | None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
-    """Tensors and a little text in one safetensors file, written atomically with a checksum.
+    """Writes tensors and some text to a safetensors file, atomically and with a checksum.
 
-    Names that hold the very same tensor are written once; the others are kept as an alias. One tensor at a time is in
-    memory besides what is given.
+    A tensor with several names is written once; the other names become aliases. Needs memory for one more tensor.
     """
     own: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -288,7 +287,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, 
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and text of a file that `write_tensors` wrote; a damaged one is a `UserError`."""
+    """Reads tensors and text from a file that `write_tensors` wrote. Raises a `UserError` if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -297,7 +296,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             # copies, so that the file can be replaced
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise UserError(f"There is no file {path}.") from None
+        raise UserError(f"The file {path} does not exist.") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}).") from None
     checksum = text.pop(CHECKSUM, None)
@@ -315,7 +314,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _checksum(sums: Mapping[str, int]) -> str:
-    """Of the names and of each tensor's own checksum."""
+    """One checksum of all names and their tensors' checksums."""
     value = 0
     for name in sorted(sums):
         value = zlib.crc32(f"{name} {sums[name]} ".encode(), value)

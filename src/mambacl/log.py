@@ -1,4 +1,4 @@
-"""The package's messages. They go where the program sends its log; where it has set up none, to standard error.
+"""The package's logger. Messages go to the program's log handlers, or to standard error if it has none.
 
 Importing the package installs no handler.
 """
@@ -12,7 +12,7 @@ if logger.level == logging.NOTSET:
 
 
 def _shown(record: logging.LogRecord) -> bool:
-    """Whether a handler will show the record; if not, it is printed here."""
+    """Whether a handler shows the record; if not, prints it."""
     if logger.hasHandlers():
         return True
     print(logging.Formatter("%(message)s").format(record), file=sys.stderr)

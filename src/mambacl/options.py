@@ -1,14 +1,14 @@
-"""Typed options: a dataclass says each option's type, default and constraints once, and everything else follows from
-it: the check, the sentence that a mistake gets, the command line and its help.
+"""Typed options: a dataclass defines each option's type, default and constraints once. The check, the error message,
+the command line and its help follow from that.
 
     @dataclass(frozen=True)
     class Recipe(Options):
         passes: Annotated[int, at_least(1)] = 50
         \"\"\"passes over a task's images\"\"\"
 
-This is a small module and not pydantic, tyro or cyclopts, because the same check must serve nested presets, the command
-line, Python callers and other packages' dataclasses, say one sentence with the remedy, be imported in milliseconds, and
-need nothing to be installed.
+This is a small module instead of pydantic, tyro or cyclopts, because the same check must serve nested presets, the
+command line, Python callers and other packages' dataclasses, report a mistake in one sentence with the remedy, import
+in milliseconds, and need no further package.
 """
 
 import ast
@@ -46,7 +46,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 class OptionError(UserError):
-    """A mistake in an option. `sentence` has `{group}` before each name, so that whoever holds the group can add it."""
+    """A mistake in an option. `sentence` has `{group}` before each name; its group fills it in."""
 
     def __init__(self, sentence: str, group: str = "") -> None:
         super().__init__(sentence.replace("{group}", group))
@@ -58,7 +58,7 @@ class OptionError(UserError):
 
 @dataclass(frozen=True)
 class Must:
-    """A constraint, in words that complete "NAME must ...". Null is exempt."""
+    """A constraint; `words` complete "NAME must ...". Null is exempt."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -78,18 +78,18 @@ def between(low: float, high: float) -> Must:
 
 @dataclass(frozen=True)
 class Option:
-    """One option: what a field of a dataclass or a parameter of a function says about it."""
+    """One option: a field of a dataclass, or a parameter of a function."""
 
     name: str
     kind: Any
     default: Any = REQUIRED
     constraints: tuple[Must, ...] = ()
     words: str | Callable[[], str] = ""
-    """what it is for; a function where that takes a while to find out"""
+    """help text; a function if it takes time to compute"""
 
     @classmethod
     def of(cls, name: str, hint: Any, default: Any = REQUIRED) -> "Option":
-        """From a type hint; `Annotated` adds constraints, and words for the help."""
+        """From a type hint; `Annotated` adds constraints and a help text."""
         kind, notes = _notes(hint)
         constraints = tuple(note for note in notes if isinstance(note, Must))
         words = next((note for note in notes if isinstance(note, str) or callable(note)), "")
@@ -100,7 +100,7 @@ class Option:
         return self.words if isinstance(self.words, str) else self.words()
 
     def check(self, value: Any, shown: str | None = None, from_text: bool = False) -> Any:
-        """The value in the option's type. `from_text`: text is read as YAML where the option does not take text."""
+        """The value in the option's type. `from_text`: reads text as YAML if the option does not take text."""
         shown = shown or "{group}" + self.name
         if is_group(self.kind) and not isinstance(value, (Mapping, self.kind)):
             raise OptionError(f"The option '{shown}' is a group: set {shown}.NAME, not {_quoted(value)} itself.")
@@ -117,7 +117,7 @@ class Option:
 
 
 def _notes(hint: Any) -> tuple[Any, list[Any]]:
-    """A type without its `Annotated`, and what stood in it; that may be inside a union, as in `Device | None`."""
+    """A type without its `Annotated`, and the annotations; also inside a union, as in `Device | None`."""
     if get_origin(hint) is Annotated:
         kind, notes = _notes(get_args(hint)[0])
         return kind, [*notes, *get_args(hint)[1:]]
@@ -128,7 +128,7 @@ def _notes(hint: Any) -> tuple[Any, list[Any]]:
 
 
 class Options:
-    """Base of a configuration dataclass: its values are checked whenever one is made. `check` is for what concerns
+    """Base of a configuration dataclass, which checks its values on creation. `check` is for constraints between
     several options."""
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class Options:
 
 
 def build(kind: type[T], values: Mapping[str, Any], from_text: bool = False) -> T:
-    """A configuration dataclass from a mapping, with groups as mappings inside it; what is missing has its default."""
+    """Builds a configuration dataclass from a mapping, with groups as inner mappings. Missing options get defaults."""
     options = options_of(kind)
     for key in values:
         if key not in options:
@@ -149,7 +149,7 @@ def build(kind: type[T], values: Mapping[str, Any], from_text: bool = False) -> 
 
 
 def build_config(config_class: type, values: Mapping[str, Any], owner: str) -> Any:
-    """The same for the options of a model or method; `owner` is its name."""
+    """Does the same for the options of a model or method; `owner` is its name."""
     try:
         return build(config_class, values)
     except OptionError as error:
@@ -157,7 +157,7 @@ def build_config(config_class: type, values: Mapping[str, Any], owner: str) -> A
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` on top, mappings inside merged in turn."""
+    """`base` overridden by `over`; merges inner mappings as well."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
@@ -166,7 +166,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys with dots, as in {"training.lr": 1e-3}, become nested mappings; dataclasses become mappings, too."""
+    """Turns keys with dots, as in {"training.lr": 1e-3}, into nested mappings, and dataclasses into mappings."""
     made: dict[str, Any] = {}
     for key, value in values.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -182,7 +182,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-# What there is
+# The options of a dataclass
 
 
 def _options_of(kind: Any) -> dict[str, Option]:
@@ -204,12 +204,12 @@ def is_group(kind: Any) -> bool:
 
 
 def is_mapping(kind: Any) -> bool:
-    """Whether options of any name go into it."""
+    """Whether it takes options of any name."""
     return dict in (get_origin(kind), *map(get_origin, get_args(kind)))
 
 
 def walk(kind: type, group: str = "") -> Iterator[tuple[str, Option]]:
-    """All options, those of groups included, by dotted name; each group stands before its options."""
+    """All options by dotted name, including those of groups; each group comes before its options."""
     for name, option in options_of(kind).items():
         yield group + name, option
         if is_group(option.kind):
@@ -217,12 +217,12 @@ def walk(kind: type, group: str = "") -> Iterator[tuple[str, Option]]:
 
 
 def sentences_of(kind: Any) -> dict[str, str]:
-    """The string below each field, which says what it is for."""
+    """The string below each field, which is its help text."""
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         try:
             body = ast.parse(dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-        except (OSError, TypeError, SyntaxError):  # without its source: only the help has less to say
+        except (OSError, TypeError, SyntaxError):  # without the source, only help texts are missing
             continue
         for field, below in pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
@@ -231,7 +231,7 @@ def sentences_of(kind: Any) -> dict[str, str]:
 
 
 def suggestion(name: str, known: Iterable[str], before: str = "") -> str:
-    """' Did you mean ...?' where one of the names is close: first one with the same last word (training.lr for lr)."""
+    """' Did you mean ...?' if a known name is close; prefers one with the same last word (training.lr for lr)."""
     known = list(known)
     same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     hint = f" Did you mean '{same[0]}'?" if same else did_you_mean(name, known)
@@ -248,7 +248,7 @@ def _unknown(name: str, kind: type) -> str:
 
 
 class _No:
-    """What does not fit: None is a value."""
+    """Marks a value that does not fit, because None is a valid value."""
 
 
 _NO = _No()
@@ -259,7 +259,7 @@ def _is(kind: Any, value: Any) -> bool:
 
 
 def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
-    """The value in that type, or `_NO` where it does not fit."""
+    """The value in that type, or `_NO` if it does not fit."""
     if from_text and isinstance(value, str) and kind is not str:
         read = _read(value)
         found = _NO if isinstance(read, str) else convert(kind, read, True)
@@ -268,7 +268,7 @@ def convert(kind: Any, value: Any, from_text: bool = False) -> Any:
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        alike = sorted(inner, key=lambda member: not _is(member, value))  # first
+        alike = sorted(inner, key=lambda member: not _is(member, value))  # the same type first
         fitting = (convert(member, value, from_text) for member in alike)
         return next((found for found in fitting if found is not _NO), _NO)
     if origin is Literal:
@@ -302,13 +302,13 @@ def _plain(kind: Any, value: Any) -> Any:
         return kind(value)
     if kind is None or kind is type(None):
         return value if value is None else _NO
-    if not isinstance(kind, type):  # a hint of another package's that is not known here
+    if not isinstance(kind, type):  # an unknown hint of another package
         return value
     return value if isinstance(value, kind) and not (kind is int and isinstance(value, bool)) else _NO
 
 
 def describe(kind: Any) -> str:
-    """What an option takes, in words."""
+    """What an option takes, in words: "a number or null"."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         *others, last = dict.fromkeys(describe(member) for member in inner)
@@ -331,7 +331,7 @@ def _quoted(value: Any) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as everybody expects."""
+    """A YAML loader that reads 1e-3 as a number."""
 
 
 Loader.add_implicit_resolver(
@@ -342,7 +342,7 @@ Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str) -> Any:
-    """What a text says; a ValueError or a YAMLError where it is no YAML, or refers to itself."""
+    """Parses YAML. Raises a ValueError or a YAMLError if it is invalid or refers to itself."""
     content = yaml.load(text, Loader=Loader)
     json.dumps(content, default=str)
     return content

@@ -1,4 +1,4 @@
-"""A table of named things that other packages extend by entry point. Backbones, methods and data sets each have one."""
+"""Tables of named entries, such as backbones, methods and data sets. Other packages add entries by entry point."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' when a known word is close, else nothing."""
+    """' Did you mean ...?' if a known word is close, else empty."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def unknown(noun: str, name: str, known: Iterable[str]) -> UserError:
-    """The sentence for a word that is not among those known."""
+    """The error for an unknown word."""
     known = list(known)
     return UserError(f"There is no {noun} '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
 
@@ -26,9 +26,9 @@ class Registry(Generic[T]):
     def __init__(
         self, noun: str, group: str, own: Mapping[str, str] | None = None, old_group: str | None = None
     ) -> None:
-        """`noun` for error messages; `group` is the entry point group whose members are imported at the first
-        look-up, `old_group` what it was called before; `own`: the modules of the package's own entries, by name, each
-        imported when it is looked up."""
+        """`noun` is for error messages. `group` is the entry point group whose members are imported on the first
+        look-up; `old_group` is its former name. `own` are the modules of this package's entries by name, each imported
+        when it is looked up."""
         self.noun, self.group, self.own, self.old_group = noun, group, dict(own or {}), old_group
         self._entries: dict[str, T] = {}
         self._loaded = False
@@ -43,11 +43,11 @@ class Registry(Generic[T]):
         return self.known()
 
     def known(self) -> list[str]:
-        """The names so far, whether or not other packages can be loaded."""
+        """The names so far, without importing other packages."""
         return list(dict.fromkeys((*self.own, *self._entries)))
 
     def check(self, name: str) -> None:
-        """Refuses a name that is not there, without importing what has it."""
+        """Refuses an unknown name, without importing the entry's module."""
         self._load()
         if name not in self.known():
             raise unknown(self.noun, name, self.known())
@@ -59,9 +59,9 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def _load(self) -> None:
-        """Importing an entry point's module is enough: what it holds registers itself."""
+        """Imports the entry points' modules, which register their entries."""
         if not self._loaded:
-            from importlib.metadata import entry_points  # slow to load for a mistake in the first option
+            from importlib.metadata import entry_points  # late: importing this is slow
 
             self._loaded = True
             old = entry_points(group=self.old_group) if self.old_group else ()

@@ -1,4 +1,4 @@
-"""What a test image's answer is chosen from, and when it is right: the three scenarios of incremental learning."""
+"""The three scenarios of incremental learning: which classes the model chooses among, and when an answer is correct."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 Scenario = Literal["class", "task", "domain"]
 
-SCENARIOS: dict[str, str] = {  # what the model does with a test image, in words
+SCENARIOS: dict[str, str] = {  # completes "the model ..."
     "class": "chooses among all classes seen",
     "task": "is told the task of each image and chooses among the classes of that task",
     "domain": "chooses among the classes, which all tasks share, without being told the domain of an image",
@@ -18,8 +18,9 @@ SCENARIOS: dict[str, str] = {  # what the model does with a test image, in words
 
 
 def right(logits: Tensor, labels: Tensor, scenario: Scenario, sizes: Sequence[int], task: int) -> Tensor:
-    """Which images of one task are right. Logits (b, labels seen) and labels count task after task, `sizes` of them in
-    each. Of domains, in which every class has a label anew, the largest logit of a class speaks for it."""
+    """Which images of one task are classified correctly. Logits (b, labels seen) and labels are numbered task after
+    task, with `sizes` labels per task. With domains, every class has one label per domain, and the largest logit
+    counts."""
     if scenario == "task":
         first = sum(sizes[:task])
         return logits[:, first : first + sizes[task]].argmax(dim=1) + first == labels

@@ -1,6 +1,6 @@
-"""`import mambacl.timm` registers the backbones with timm: `timm.create_model("vim_tiny")` then works.
+"""`import mambacl.timm` registers the backbones with timm, for `timm.create_model("vim_tiny")`.
 
-Names that timm has itself stay timm's.
+Names that timm already has are left to timm.
 """
 
 from collections.abc import Callable

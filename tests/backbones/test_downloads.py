@@ -97,7 +97,7 @@ def test_a_file_put_into_the_cache_by_hand_is_used(cache, network, entry):
 
 def test_a_file_with_another_checksum_is_not_kept(cache, network, entry):
     network.response = lambda: Response(b"something else")
-    with pytest.raises(UserError, match=r"is not the one expected .sha256:.*not kept; try again, or fetch it"):
+    with pytest.raises(UserError, match=r"is not the expected one .sha256:.*deleted: try again, or fetch it"):
         weights_file(entry[0])
     assert left(cache) == []
 
@@ -105,7 +105,7 @@ def test_a_file_with_another_checksum_is_not_kept(cache, network, entry):
 def test_a_short_download_is_continued(cache, network, entry):
     size, content = entry
     network.response = lambda: Response(content[:-10], length=len(content))
-    with pytest.raises(UserError, match=rf"broke off after {len(content) - 10} of {len(content)} bytes: try again"):
+    with pytest.raises(UserError, match=rf"stopped after {len(content) - 10} of {len(content)} bytes: try again"):
         weights_file(size)
     assert left(cache) == ["tiny.pth.part"]
     network.response = lambda: Response(content[-10:], status=206)

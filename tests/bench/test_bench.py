@@ -259,13 +259,13 @@ def test_the_command_writes_what_it_shows(
     [
         (["scann"], "There is no part 'scann'. Did you mean 'scan'?"),
         (["scan", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
-        (["--shape", "nano", "block"], "'block' is a part: name the parts before --shape"),
-        (["block", "--shape", "nano"], "none of which is asked for"),
+        (["--shape", "nano", "block"], "'block' is a part, not a shape: name parts before --shape"),
+        (["block", "--shape", "nano"], "--shape is for the parts scan and roofline"),
         (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (["scan", "--json", "missing/bench.json"], "missing/bench.json cannot be written (No such file or directory)"),
         (["scan", "--json", "."], "cannot be written (Is a directory)"),
         (["run", "--root", "nowhere"], "nowhere"),
-        (["scan", "--root", "nowhere"], "--root names the data of the part run"),
+        (["scan", "--root", "nowhere"], "--root is for the part run"),
         (["--fast"], "There is no option '--fast'"),
     ],
 )
@@ -284,7 +284,7 @@ def test_mistakes_are_found_before_anything_is_measured(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "There is no device 'cuda' here" in fails(capsys, "bench", "--device", "cuda")
+    assert "This machine has no device 'cuda'" in fails(capsys, "bench", "--device", "cuda")
 
 
 @pytest.mark.gpu

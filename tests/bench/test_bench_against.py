@@ -265,7 +265,7 @@ def test_the_page_shows_the_recorded_figures() -> None:
         (["against", "--rounds", "-1"], "--rounds must be at least 1, got -1"),
         (["against", "--json", "missing/a.json"], "missing/a.json cannot be written"),
         (["against", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
-        (["scan", "against"], "`against` goes by itself"),
+        (["scan", "against"], "`against` is a separate command"),
         (["against", "scan"], "bench against does not take 'scan'"),
     ],
 )

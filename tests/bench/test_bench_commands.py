@@ -131,12 +131,12 @@ def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
         (["busy", "--json", "missing/a.json"], "missing/a.json cannot be written"),
         (["settings", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (["settings", "--precision", "half"], "'half'"),
-        (["settings", "--tasks", "6"], "--tasks must be from 1 to 5, got 6"),
+        (["settings", "--tasks", "6"], "--tasks must be between 1 and 5, got 6"),
         (["settings", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["precision", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["precision", "--preset", "nothing"], "nothing"),
         (["relaxation", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["scan", "busy"], "`busy` goes by itself"),
+        (["scan", "busy"], "`busy` is a separate command"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_measured(

@@ -71,7 +71,7 @@ def test_a_whole_session(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert list(Path("runs/small-mamba-cl-0/figures").glob("*.png"))
 
     assert main(["evaluate", "runs/small-mamba-cl-0", "--batch-size", "64"]) == 0
-    assert "These are the counts that the run recorded." in capsys.readouterr().out
+    assert "The run recorded the same counts." in capsys.readouterr().out
     assert main(["resume", "runs/small-mamba-cl-0"]) == 0
     capsys.readouterr()
     assert main(["train", config, "--training.passes", "1", "--seed", "1"]) == 0
@@ -98,7 +98,7 @@ def test_out_is_the_folder_of_all_compared_runs(
     ("arguments", "sentence"),
     [
         (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
-        (["train"], "Say what to train"),
+        (["train"], "Name what to train"),
         (["train", "dem"], "'dem' is neither a preset nor a file. Did you mean 'demo'?"),
         (["train", "demo", "--training.lrr", "1"], "no option '--training.lrr'. Did you mean '--training.lr'?"),
         (["train", "demo", "--training.lr", "fast"], "training.lr takes a number, got 'fast'"),
@@ -113,17 +113,17 @@ def test_out_is_the_folder_of_all_compared_runs(
         (["train", "demo", "--nullspace.blocks", "[40]"], "does not fit a model of 12 blocks"),
         (["train", "demo", "--stream.transforms.image_size", "30"], "do not divide into patches"),
         (["train", "demo", "--stream.transforms.mean", "[0.5]"], "mean must be three numbers"),
-        (["train", "demo", "--stream.order", "pilot", "--stream.order_seed", "-1"], "order_seed must lie"),
+        (["train", "demo", "--stream.order", "pilot", "--stream.order_seed", "-1"], "order_seed must be between"),
         (["train", "demo", "--lr", "1"], "no option '--lr'. Did you mean '--training.lr'?"),
         (["train", "demo", "--training", "5"], "The option '--training' is a group"),
         (["train", "demo", "--training.lr", ".inf"], "training.lr must be finite and at least 0"),
         (["train", "demo", "--nullspace.rank", "energy"], "needs a share between 0 and 1, as in energy:0.99"),
-        (["train", "demo", "--backbone_options.num_classes", "5"], "backbone_options cannot hold 'num_classes'"),
+        (["train", "demo", "--backbone_options.num_classes", "5"], "backbone_options cannot contain 'num_classes'"),
         (["train", "demo", "--backbone_options.patch_size", "0"], "patch_size must be positive"),
         (["train", "demo", "--out", "/dev/null/run"], "Not a directory"),
-        (["resume", "nowhere"], "is no run folder"),
+        (["resume", "nowhere"], "is not a run folder"),
         (["resume"], "mambacl resume needs RUN, a run folder"),
-        (["evaluate", "nowhere"], "is no run folder"),
+        (["evaluate", "nowhere"], "is not a run folder"),
         (["report", "nowhere"], "nowhere"),
         (["convert", "missing.pth", "out.safetensors"], "no weights file missing.pth"),
         (["convert", "missing.pth", "out.bin"], "must end in .safetensors"),

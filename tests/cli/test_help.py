@@ -45,7 +45,7 @@ def test_the_help_of_bench_names_its_parts_and_shapes(capsys: pytest.CaptureFixt
 
 def test_a_group_is_listed_with_types_defaults_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "train", "--help", "training")
-    assert "  --training.optimizer one of adam, adamw, sgd (default adam)\n      adam has L2" in text
+    assert "  --training.optimizer one of adam, adamw, sgd (default adam)\n      adam adds L2" in text
     assert "  --training.passes a whole number, must be at least 1 (default 50)\n      passes over" in text
     assert "--seed" not in text and "nullspace" not in text
     assert "(default false)" in printed(capsys, "train", "--help", "nullspace.W_dt")  # that kind's, not a rule's

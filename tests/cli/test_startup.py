@@ -14,7 +14,7 @@ from small_run import CONFIG
 from torch import nn
 
 from mambacl.training.optimizers import without_compiler
-from mambacl.training.seconds import AROUND, Watch, with_the_rest
+from mambacl.training.seconds import AROUND, Watch, with_other
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 REFUSED = [
@@ -143,8 +143,8 @@ def test_seconds_add_up_to_the_wall_time(tmp_path: Path) -> None:
 
 
 def test_the_rest_is_what_is_missing_to_the_total() -> None:
-    assert with_the_rest({"train": 3.0, "other": 9.0}, 5.0) == {"train": 3.0, "other": 2.0}
-    assert with_the_rest({"train": 3.0}, 2.0) == {"train": 3.0, "other": 0.0}
+    assert with_other({"train": 3.0, "other": 9.0}, 5.0) == {"train": 3.0, "other": 2.0}
+    assert with_other({"train": 3.0}, 2.0) == {"train": 3.0, "other": 0.0}
     watch = Watch()
     with pytest.raises(RuntimeError), watch.phase("data"):
         raise RuntimeError

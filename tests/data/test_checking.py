@@ -23,7 +23,7 @@ def test_a_complete_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     make_tree(tmp_path, ("ant", "bee", "cow"))
     assert main(["data", "check", "folders", "--root", str(tmp_path), "--tasks", "1,2", "--classes"]) == 0
     printed = capsys.readouterr().out
-    assert "3 classes, 9 training and 6 test images" in printed and "a class has 3 training and 2 test" in printed
+    assert "3 classes, 9 training and 6 test images" in printed and "each class has 3 training and 2 test" in printed
     assert "task   2:    2 classes,       6 training and       4 test images" in printed
     assert "      3       2     1 bee" in printed and "All images can be read." in printed
 
@@ -36,7 +36,7 @@ def test_what_is_missing_damaged_or_empty(tmp_path: Path, capsys: pytest.Capture
     for kind in ("missing", "empty", "truncated", "unreadable"):
         assert f"PROBLEM: 1 file is {kind}" in printed
     assert "To do: repair or remove them" in printed and "not complete" in printed
-    assert "To do: put them back" in printed and printed.count("--skip-bad") == 4  # each remedy once
+    assert "To do: restore them" in printed and printed.count("--skip-bad") == 4  # each remedy once
     content = json.loads(report.read_text(encoding="utf-8"))
     assert not content["whole"] and len(content["findings"]) == 4
 
@@ -79,7 +79,7 @@ def test_counts_of_a_public_data_set_that_are_wrong(tmp_path: Path) -> None:
     make_tree(tmp_path)
     dataset = open_dataset("folders", tmp_path)
     found = findings(dataset, "cifar100")
-    assert found["the counts are not those of the public data set"][1] == "training images: 6 instead of 50,000"
+    assert found["the counts differ from those of the public data set"][1] == "training images: 6 instead of 50,000"
 
 
 @pytest.mark.skipif(not (SHARED / "cifar100").exists(), reason="the official CIFAR-100 files are not here")
@@ -103,7 +103,7 @@ def test_a_stream_is_drawn(stream: list[str], tmp_path: Path, capsys: pytest.Cap
     status = main(["data", "show", *stream, "--out", str(out), "--images", "3"])
     caught = capsys.readouterr()
     if "own" in stream:
-        assert status == 2 and "no folder" in caught.err
+        assert status == 2 and "does not exist" in caught.err
         return
     assert status == 0 and "task   5: 2 classes" in caught.out and "Bag, Ankle boot" in caught.out
     with Image.open(out) as image:
@@ -129,7 +129,7 @@ def test_an_odd_stream_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["check", "fashion-mnist-small", "--order", "pilot"], "add --tasks"),
         (["check", "fashion-mnist-small", "--first-task", "5"], "add --tasks"),
         (["check", "cifar10"], "Did you mean 'cifar100'"),
-        (["prepare", "folders", "--root", "x"], "needs no preparing"),
+        (["prepare", "folders", "--root", "x"], "needs no preparation"),
         (["prepare", "imagenet", "--root", "x"], "Did you mean 'imagenet-r'"),
         (["prepare", "cifar100", "--root", "x", "--lists", "y"], "has no split lists"),
         (["look"], "There is no command 'data look'"),

@@ -26,7 +26,7 @@ from mambacl.training.folder import RunFolder
 def test_a_test_class_that_training_lacks(tmp_path: Path) -> None:
     make_tree(tmp_path)
     write_images([tmp_path / "test" / "cow" / "0.png"])
-    with pytest.raises(UserError, match=r"'cow' in only one of train and test: make .*train/cow"):
+    with pytest.raises(UserError, match=r"'cow' in only one of train and test: add .*train/cow"):
         open_dataset("folders", tmp_path)
 
 
@@ -35,7 +35,7 @@ def test_a_test_class_that_training_lacks(tmp_path: Path) -> None:
     [
         ("train/ant/0.png", r"0\.png is empty \(0 bytes\)"),
         ("train/ant/1.png", r"1\.png cannot be read as an image"),
-        ("test/bee/0.png", r"0\.png cannot be read as an image \(no image format that is known\)"),
+        ("test/bee/0.png", r"0\.png cannot be read as an image \(unknown image format\)"),
         ("train/bee/link.png", r"link\.png is missing: "),
     ],
 )
@@ -157,7 +157,7 @@ def test_unusual_suffixes(tmp_path: Path, suffix: str) -> None:
 
 def test_a_home_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "folders", "--root", "~nobody-of-that-name/x"]) == 2
-    assert "begins with a home folder that does not exist" in capsys.readouterr().err
+    assert "begins with an unknown home folder" in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

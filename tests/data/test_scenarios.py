@@ -213,15 +213,15 @@ def arrays(labels: list[int], domains: list[int] | None) -> DataSet:
 @pytest.mark.parametrize(
     ("labels", "domains", "sentence"),
     [
-        ([0, 1], None, "mine names no domains: use domainnet-345"),
-        ([0, 1], [0, 1], "Each class of mine comes from one domain only"),
+        ([0, 1], None, "mine defines no domains: use domainnet-345"),
+        ([0, 1], [0, 1], "Each class of mine comes from only one domain"),
         ([0, 1], [1, 1], "The domain 'x' of mine has no training images"),
     ],
 )
 def test_data_without_usable_domains(labels: list[int], domains: list[int] | None, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Stream(arrays(labels, domains), Transforms(TransformConfig(), 4, MEAN, STD), 2, scenario="domain")
-    with pytest.raises(UserError, match="mine names no tasks: give"):
+    with pytest.raises(UserError, match="mine defines no tasks: set"):
         tasks_of(arrays(labels, domains), "own")
 
 
@@ -229,8 +229,8 @@ def test_data_without_usable_domains(labels: list[int], domains: list[int] | Non
     ("options", "sentence"),
     [
         ({"scenario": "tasks"}, "one of class, task, domain, got 'tasks'"),
-        ({"scenario": "domain", "first_task": 2}, r"leave (stream\.)?first_task and sizes in (stream\.)?tasks out"),
-        ({"scenario": "domain", "tasks": [2, 8]}, r"leave (stream\.)?first_task and sizes in (stream\.)?tasks out"),
+        ({"scenario": "domain", "first_task": 2}, r"remove (stream\.)?first_task and sizes in (stream\.)?tasks"),
+        ({"scenario": "domain", "tasks": [2, 8]}, r"remove (stream\.)?first_task and sizes in (stream\.)?tasks"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], sentence: str) -> None:
@@ -244,9 +244,9 @@ def test_wrong_orders_of_domains_speak_of_domains(tmp_path: Path) -> None:
     make_domains(tmp_path / "data", train=1, test=1)
     (tmp_path / "order.txt").write_text("night\nmoon\nrust\n")
     for order, sentence in (
-        ([0, 1], "A domain order lists each of the 3 domains, 0 to 2"),
+        ([0, 1], "A domain order must list each of the 3 domains, 0 to 2"),
         ("alphabet", "no domain order 'alphabet'"),
-        (str(tmp_path / "order.txt"), "names 'moon', which is no domain. Did you mean 'noon'"),
+        (str(tmp_path / "order.txt"), "has 'moon', which is not a domain. Did you mean 'noon'"),
     ):
         with pytest.raises(UserError, match=sentence):
             opened(domain_config(tmp_path / "data", order=order))
@@ -255,11 +255,11 @@ def test_wrong_orders_of_domains_speak_of_domains(tmp_path: Path) -> None:
 def test_wrong_domain_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.root"):
         open_dataset("domain-folders", None)
-    with pytest.raises(UserError, match=r"no folder .*train; the root holds train/DOMAIN/CLASS"):
+    with pytest.raises(UserError, match=r"folder .*train does not exist; the root must hold train/DOMAIN/CLASS"):
         open_dataset("domain-folders", tmp_path)
     for split in ("train", "test"):
         (tmp_path / split / "noon").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds no class folders"):
+    with pytest.raises(UserError, match="has no class folders"):
         open_dataset("domain-folders", tmp_path)
     make_domains(tmp_path / "data", train=1, test=1, left_out=tuple(f"test/rust/{name}" for name in CLASSES))
     with pytest.raises(UserError, match="'rust' of data has no test images"):
@@ -272,7 +272,7 @@ def test_wrong_domain_folders(tmp_path: Path) -> None:
 def test_folders_are_no_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tree(tmp_path)
     assert main(["data", "show", "folders", "--root", str(tmp_path), "--scenario", "domain"]) == 2
-    assert "names no domains" in capsys.readouterr().err
+    assert "defines no domains" in capsys.readouterr().err
 
 
 # Runs
@@ -318,7 +318,7 @@ def test_domains_are_learned(places: Path, tmp_path: Path) -> None:
     assert run.metrics["final_accuracy_tasks"] > 0.6
     known = mambacl.evaluate(run.folder, scenario="task")
     assert sum(known.counted) > 0.6 * 36 and known.recorded == run.results["correct"][-1]
-    with pytest.raises(UserError, match="in the scenarios task and domain, not in 'class'"):
+    with pytest.raises(UserError, match="with the scenarios task and domain, not 'class'"):
         mambacl.evaluate(run.folder, scenario="class")
 
 
@@ -338,7 +338,7 @@ def test_the_scenario_task_trains_the_same_and_counts_at_least_as_many(tmp_path:
     for run, other_run, scenario in ((by_class, by_task, "task"), (by_task, by_class, "class")):
         again = mambacl.evaluate(run.folder, scenario=scenario)  # type: ignore[arg-type]
         assert again.counted == other_run.results["correct"][-1] and again.recorded == run.results["correct"][-1]
-    with pytest.raises(UserError, match="needs a run of its own"):
+    with pytest.raises(UserError, match=r"train another run with --stream\.scenario domain"):
         mambacl.evaluate(by_class.folder, scenario="domain")
     with pytest.raises(UserError, match=r"differs in stream\.scenario"):
         mambacl.train(CONFIG, out=str(by_class.folder), stream={"scenario": "task"})
@@ -367,7 +367,10 @@ def test_beside_the_paper_another_scenario_has_a_column_of_its_own(tmp_path: Pat
     config = {"stream": {"dataset": "cifar100", "scenario": "task"}}
     path = make_run(tmp_path / "run", [[90], [80, 45]], [100, 50], config=config, scenario="task")
     assert benchmark_of(load_run(path)).endswith(", task-incremental")
-    for changes, sentence in (({"scenario": "x"}, "'scenario' is none of"), ({"domains": ["a"]}, "'domains' does not")):
+    for changes, sentence in (
+        ({"scenario": "x"}, "'scenario' is not one of"),
+        ({"domains": ["a"]}, "'domains' does not"),
+    ):
         damaged = make_run(tmp_path / sentence[1:5], [[90], [80, 45]], [100, 50], **changes)
         with pytest.raises(UserError, match=sentence):
             load_run(damaged)
@@ -377,7 +380,7 @@ def test_the_page_of_a_run_over_domains(places: Path, tmp_path: Path) -> None:
     run = mambacl.train(run_config(places), method="frozen", out=str(tmp_path / "run"))
     page = write_report([run.folder]).read_text()
     assert "Domains by task" in page and "domain-incremental" in page and "<li>noon</li>" in page
-    assert "classes <b>3</b>" in page and "The classes, which all tasks share" in page
+    assert "classes <b>3</b>" in page and "Classes, which all tasks share" in page
     stream = json.loads((run.folder / "stream.json").read_text())
     assert stream["domains"] == list(DOMAINS) and stream["scenario"] == "domain"
 
@@ -422,5 +425,5 @@ def test_own_tasks_go_on_as_before(tmp_path: Path) -> None:
     )
     dataset = open_dataset("manifest", tmp_path / "list.csv")
     assert tasks_of(dataset, "own") == ([1, 0], [[1], [0]])
-    with pytest.raises(UserError, match="Each class of list comes from one domain only"):
+    with pytest.raises(UserError, match="Each class of list comes from only one domain"):
         opened(domain_config(tmp_path / "list.csv", dataset="manifest"))

@@ -54,7 +54,7 @@ def test_an_order_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert class_order("numbers.txt", 3, names=names) == [2, 0, 1]
     assert class_order("names.txt", 3, names=names) == [2, 1, 0]
     assert class_order("digits.txt", 3, names=["8", "9", "10"]) == [2, 1, 0]  # names that are numbers
-    with pytest.raises(UserError, match="names 'größe 2', which is no class"):
+    with pytest.raises(UserError, match="has 'größe 2', which is not a class"):
         class_order("names.txt", 3, names=["a", "b c", "d"])
     with pytest.raises(UserError, match="each of the 4 classes"):
         class_order("numbers.txt", 4, names=["a", "b", "c", "d"])

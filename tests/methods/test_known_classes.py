@@ -86,10 +86,10 @@ def test_it_resumes(trained, tmp_path, monkeypatch):
 def test_a_checkpoint_with_another_classifier_is_refused(trained, tmp_path):
     wrong = config(trained)
     wrong["stream"]["tasks"] = [5, 5]
-    with pytest.raises(UserError, match="has no linear classifier of 5 classes"):
+    with pytest.raises(UserError, match="has no linear classifier for the 5 classes"):
         mambacl.train(wrong, out=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="known_classes needs a model that knows them"):
+    with pytest.raises(UserError, match="known_classes needs a checkpoint that knows the classes"):
         mambacl.train(config(trained) | {"pretrained": False}, out=str(tmp_path / "run"))
 
 

@@ -181,7 +181,7 @@ def test_a_table_interrupted_and_continued(
     with monkeypatch.context() as patched:
         patched.setattr(Loop, "_end_task", interrupted)
         assert main(command) == 130
-    assert "the same command again continues" in capsys.readouterr().err
+    assert "repeat the command to continue" in capsys.readouterr().err
     assert main([*command, "--dry-run"]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1]]
     methods = ("frozen", "seq-adapter", "ease", "mamba-cl")
@@ -195,7 +195,7 @@ def test_a_table_interrupted_and_continued(
         assert main(command) == 0
     assert trained == [2, 3, 4, *range(5), *range(5)] and first.stat().st_mtime_ns == before
     captured = capsys.readouterr()
-    assert "Runs: 4, of which 1 are finished." in captured.err and "[1/3] continuing" in captured.err
+    assert "Runs: 4, finished: 1." in captured.err and "[1/3] continuing" in captured.err
     assert "78.13 ± 0.41" in captured.out and "EASE-Mamba" in captured.out and "seeds 0" in captured.out
     page = tmp_path / "nano" / "paper-same-backbone.html"
     assert page.is_file() and str(page) in captured.err
@@ -203,13 +203,13 @@ def test_a_table_interrupted_and_continued(
     ours = {cell["method"] for cell in cells if cell["benchmark"] == "fashion-mnist-small-5" and cell["ours"]}
     assert ours == {"Mamba-fixed", "SeqAdapter-Mamba", "EASE-Mamba", "Mamba-CL"}
 
-    said = "scale nano: fashion-mnist-small at 16 pixels in 5 tasks stands for all data sets, passes: 1"
+    said = "scale nano: fashion-mnist-small at 16 pixels in 5 tasks replaces all data sets, passes: 1"
     assert said in captured.out and said in page.read_text(encoding="utf-8")
 
     assert main(["paper", "svd", *TINY, "--out", str(tmp_path)]) == 0  # nothing is left to train
     captured = capsys.readouterr()
-    assert "Runs: 1, of which 1 are finished." in captured.err and "8.7 (2.3%)" in captured.out
-    assert "minutes of a small model, not to be compared with the paper's" in captured.out
+    assert "Runs: 1, finished: 1." in captured.err and "8.7 (2.3%)" in captured.out
+    assert "minutes of a small model, not comparable with the paper's" in captured.out
     assert main(["paper", "main", *TINY, "--out", str(tmp_path), "--only", "mamba-cl"]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("not in mambacl") == 22 + 1 and "89.60 ± 0.27" in captured.out
@@ -217,10 +217,10 @@ def test_a_table_interrupted_and_continued(
     trained.clear()
     assert main(["paper", "eta", *TINY, "--out", str(tmp_path), "--only", "eta-0.85,mamba-cl-0"]) == 0
     captured = capsys.readouterr()
-    assert "Runs: 2, of which 1 are finished." in captured.err and "0.85" in captured.out
+    assert "Runs: 2, finished: 1." in captured.err and "0.85" in captured.out
     picture, html = (tmp_path / "nano" / f"paper-eta.{suffix}" for suffix in ("png", "html"))
     assert picture.read_bytes().startswith(b"\x89PNG") and str(html) in captured.err
-    assert "data:image/png;base64," in html.read_text() and "not printed in its text" in html.read_text()
+    assert "data:image/png;base64," in html.read_text() and "does not print the figure" in html.read_text()
     points = list(csv.DictReader((tmp_path / "nano" / "paper-eta.csv").open()))
     assert [(p["x"], p["metric"]) for p in points if p["source"] == "ours"] == [
         ("0.95", "accuracy"), ("0.95", "forgetting"), ("0.85", "accuracy"), ("0.85", "forgetting"),
@@ -242,11 +242,11 @@ def test_the_losses_of_old_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [p["series"] for p in points[:3]] == ["Mamba-Seq, task 1", "Mamba-Seq, task 1", "Mamba-Seq, task 2"]
     assert len(points) == 9 and (tmp_path / "nano" / "paper-loss-curve.png").is_file()
     assert "scale nano" in (tmp_path / "nano" / "paper-loss-curve.html").read_text(encoding="utf-8")
-    assert "losses are not there" not in capsys.readouterr().out
+    assert "losses are missing" not in capsys.readouterr().out
     events = tmp_path / "nano" / RUN.format("sequential-losses") / "metrics.jsonl"
     events.write_text("".join(line for line in events.open() if '"task": 4' not in line))
     assert main(["paper", "loss-curve", *TINY, "--out", str(tmp_path), "--only", "sequential"]) == 0
-    assert "losses are not there after every task" in capsys.readouterr().out
+    assert "losses are missing after some tasks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -264,11 +264,11 @@ def test_without_runs_the_papers_values_stand_alone(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["mian"], "The paper has no 'mian' here. Did you mean 'main'? Known: main, long-sequence"),
-        (["--scale", "nano"], "Say first which table or figure: main"),
+        (["mian"], "There is no table or figure 'mian'. Did you mean 'main'? Known: main, long-sequence"),
+        (["--scale", "nano"], "Name a table or figure: main"),
         (["eta", "--scale", "huge"], "--scale takes one of paper, nano, got 'huge'"),
         (["eta", "--scale", "nano", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. The runs: fashion-mnist"),
+        (["eta", "--scale", "nano", "--only", "eta-2"], "No run's name contains 'eta-2'. Known: fashion-mnist"),
         (["eta", "--scale", "nano", "--method", "ease"], "sets --method itself"),
         (["eta", "--scale", "nano", "--stream.tasks", "2"], "sets --stream.tasks itself"),
         (["pretraining", "--scale", "nano", "--pretrained", "false"], "pretraining sets --pretrained itself"),
@@ -287,7 +287,9 @@ def test_missing_presets_and_data_are_named(
 ) -> None:
     (run,) = planned("svd", "paper")
     odd = dataclasses.replace(run, benchmark=dataclasses.replace(run.benchmark, base="imagenet-r-7"))
-    with pytest.raises(UserError, match=r"There is no preset imagenet-r-7 yet, which this needs: --only NAME"):
+    with pytest.raises(
+        UserError, match=r"presets that do not exist yet: imagenet-r-7; leave them out with --only NAME"
+    ):
         runner.jobs([odd], tmp_path)
     wrong = dataclasses.replace(run, benchmark=dataclasses.replace(run.benchmark, base="demo"))
     with pytest.raises(UserError, match="The preset demo is not imagenet-r in 10 tasks"):
@@ -295,7 +297,7 @@ def test_missing_presets_and_data_are_named(
     if "imagenet-r-10" in preset_names():
         monkeypatch.chdir(tmp_path)
         assert main(["paper", "svd"]) == 2
-        assert "--root DIR, with DIR/imagenet-r (`mambacl data prepare` makes them)" in capsys.readouterr().err
+        assert "--root DIR, with DIR/imagenet-r (see `mambacl data prepare`)" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
 
@@ -309,7 +311,7 @@ def test_the_data_of_the_last_benchmark_are_looked_for_before_the_first_is_train
     monkeypatch.setattr(runner, "open_dataset", opened)
     monkeypatch.setattr(runner, "train", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(UserError, match="domainnet-s200"):
-        runner.carry_out(runner.jobs(planned("main", "paper"), tmp_path / "out", tmp_path))
+        runner.run_jobs(runner.jobs(planned("main", "paper"), tmp_path / "out", tmp_path))
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

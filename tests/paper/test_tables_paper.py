@@ -87,7 +87,7 @@ def test_a_value() -> None:
 
 
 def test_a_table_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"no table 'mian' here. Did you mean 'main'\?"):
+    with pytest.raises(UserError, match=r"no table 'mian'. Did you mean 'main'\?"):
         paper_table("mian")
 
 

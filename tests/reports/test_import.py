@@ -119,23 +119,23 @@ def test_files_without_seeds_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("a.csv", "", "holds no accuracies"),
-        ("a.csv", "0.9\n0.8,x\n", "line 2: 'x' is no number"),
+        ("a.csv", "", "has no accuracies"),
+        ("a.csv", "0.9\n0.8,x\n", "line 2: 'x' is not a number"),
         ("a.csv", "0.9\n0.8\n", "lacks the accuracy on task 2 after task 2"),
-        ("a.csv", "90\n80,190\n", "190 after task 2 is no accuracy between 0 and 100"),
-        ("a.csv", "0.9\n-0.8,0.9\n", "-0.8 after task 2 is no accuracy"),
+        ("a.csv", "90\n80,190\n", "190 after task 2 is not an accuracy between 0 and 100"),
+        ("a.csv", "0.9\n-0.8,0.9\n", "-0.8 after task 2 is not an accuracy"),
         ("a.csv", "0.9,0.6,0.8\n0,0.8,0.5\n0,0,0.9\n", "seems to be transposed"),
-        ("a.csv", "# unit: points\n1\n", "the unit is percent or fraction, got 'points'"),
+        ("a.csv", "# unit: points\n1\n", "the unit must be percent or fraction, got 'points'"),
         ("a.csv", "# seed: one\n1\n", "the seed must be a whole number"),
         ("a.csv", "# total: 5\n1\n1,1\n", "total must be the number of test images of each of the 2 tasks"),
         ("a.json", "[[0.9], [0.8", "is not valid JSON"),
-        ("a.json", "{}", "holds no matrix"),
-        ("a.json", '[[0.9], ["high", 0.9]]', "row 2: 'high' is no number"),
-        ("eval_results.csv", AVALANCHE.replace("0.8000,0.5", "tensor,0.5"), "'tensor' on '1' after '1' is no result"),
+        ("a.json", "{}", "has no matrix"),
+        ("a.json", '[[0.9], ["high", 0.9]]', "row 2: 'high' is not a number"),
+        ("eval_results.csv", AVALANCHE.replace("0.8000,0.5", "tensor,0.5"), "after '1' is not a result"),
         ("logs.pyd", MAMMOTH.replace("'accuracy_2_task3': 50.0, ", ""), "lacks the accuracy on task 2 after task 3"),
         ("p.log", PILOT.replace("'10-19': 50.0, ", ""), "PILOT reports 2 groups of classes after task 3"),
         ("p.log", PILOT.replace("'00-09': 90.0, ", ""), "PILOT reports 0 groups of classes after task 1"),
-        ("a.npy", "", "may hold a pickle, which is never opened"),
+        ("a.npy", "", "may contain a pickle, which is never opened"),
     ],
 )
 def test_a_bad_file_gets_one_sentence(tmp_path: Path, name: str, text: str, sentence: str) -> None:
@@ -160,11 +160,11 @@ def test_nothing_is_unpickled_or_run(tmp_path: Path) -> None:
 
 def test_where_and_of_what(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", "90\n80,90\n")
-    with pytest.raises(UserError, match="does not say its benchmark; add --import-benchmark, such as cifar100-2"):
+    with pytest.raises(UserError, match=r"does not name its benchmark; add --import-benchmark, e\.g\. cifar100-2"):
         import_records([path])
-    with pytest.raises(UserError, match="has 2 tasks, and cifar100-10 has 10"):
+    with pytest.raises(UserError, match="has 2 tasks, but cifar100-10 has 10"):
         import_records([path], benchmark="cifar100-10")
-    with pytest.raises(UserError, match="There is no file"):
+    with pytest.raises(UserError, match="does not exist"):
         import_records([tmp_path / "none.csv"])
     (tmp_path / "task-il").mkdir()
     with pytest.raises(UserError, match="task-incremental evaluation"):
@@ -201,4 +201,4 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", "--table", "main", *files, *names, "--out", str(tmp_path / "out")]) == 0
     assert "85.50 ± 0.71" in capsys.readouterr().out and (tmp_path / "out" / "paper-main.html").is_file()
     assert main(["report", *files]) == 2
-    assert "does not say its benchmark" in capsys.readouterr().err
+    assert "does not name its benchmark" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_the_headline_over_images_counts_images(tmp_path):
     other = load_run(make_run(tmp_path / "b", TWO_TASKS[0], [100, 50], method="frozen"))
     mixed = comparison_table([run, other])
     assert column(mixed, "after 2").mean == pytest.approx(85.0)
-    assert any("some runs is an average over images" in note for note in mixed.notes)
+    assert any("some runs average over images" in note for note in mixed.notes)
 
 
 def test_accuracies_agree_with_the_evaluation(tmp_path):
@@ -133,7 +133,7 @@ def test_at_most_ten_task_columns_unless_all_are_asked_for(tmp_path):
 
 def test_a_repeated_seed_is_named(tmp_path):
     runs = [load_run(make_run(tmp_path / name, TWO_TASKS[0], [100, 50])) for name in ("a", "b")]
-    assert any("a seed occurs more than once" in note for note in comparison_table(runs).notes)
+    assert any("a seed appears more than once" in note for note in comparison_table(runs).notes)
 
 
 def test_markdown_and_latex_escape_and_set_off_the_best():
@@ -281,7 +281,7 @@ def test_the_page_of_a_run_that_is_not_finished(tmp_path):
 def test_the_page_of_a_run_without_a_finished_task(tmp_path):
     folder = make_run(tmp_path / "a", [], [100, 50], status="running")
     words = "".join(checked(write_report([folder], tmp_path / "out"))[0].words)
-    assert "0 of 2 tasks are done" in words and "If it no longer runs" in words
+    assert "0 of 2 tasks are done" in words and "If it is no longer running" in words
     assert not (folder / "report.html").exists() and (tmp_path / "out" / "report.html").exists()
     assert "(0 of 2 tasks)" in to_text(comparison_table([load_run(folder)]))
 
@@ -431,7 +431,7 @@ def change(**changes: Any) -> Callable[[Path], None]:
     [
         (lambda folder: (folder / "results.json").unlink(), "not a run folder"),
         (rewrite("results.json", "{"), "not valid JSON"),
-        (rewrite("results.json", "[]"), "where a mapping belongs"),
+        (rewrite("results.json", "[]"), "must hold a mapping"),
         (rewrite("results.json", '{"schema": 2}'), "reads schema 1"),
         (rewrite("stream.json", "nonsense"), "not valid JSON"),
         (rewrite("config.yaml", "a: [1"), "not valid YAML"),
@@ -460,5 +460,5 @@ def test_wrong_folders_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="at least one run"):
         write_report([])
     folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50])
-    with pytest.raises(UserError, match="give another folder with --out"):
+    with pytest.raises(UserError, match="choose another folder with --out"):
         write_report([folder], tmp_path / "file")

@@ -59,7 +59,7 @@ def test_only_what_is_needed_must_be_there(tmp_path: Path) -> None:
         UserError, match=r"stream\.json is missing: restore it, or start the run again with --overwrite"
     ):
         folder.stream()
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunFolder.existing(folder.path)
     (folder.path / "results.json").write_text(json.dumps({"schema": 2}))
     with pytest.raises(UserError, match="reads schema 1: use the version that wrote the run"):

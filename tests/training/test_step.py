@@ -1,6 +1,5 @@
 """A training step: what it adds up, and that a recorded one is the same as one that is not."""
 
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ def batches(device: str = "cpu", sizes: tuple[int, ...] = (6, 6, 6, 6, 6, 4)) ->
 
 def trained(toy: Toy, graphs: bool, name: str = "adam", recorded_on: torch.device | None = None) -> TrainingStep:
     device = toy.layer.weight.device
-    step = TrainingStep(toy, toy.optimizer(name, recorded_on), device, nullcontext(), graphs)
+    step = TrainingStep(toy, toy.optimizer(name, recorded_on), device, False, graphs)
     for number, (images, labels) in enumerate(batches()):
         step(images, labels, 1.0 if number < 4 else 0.1)
     return step
@@ -87,7 +86,7 @@ def test_rates_are_tensors_only_where_steps_are_recorded(name: str) -> None:
 
 def test_a_batch_is_recorded_of_a_size_that_was_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, tried = Toy(), []
-    step = TrainingStep(toy, toy.optimizer(), torch.device("cpu"), nullcontext(), True)
+    step = TrainingStep(toy, toy.optimizer(), torch.device("cpu"), False, True)
     step.graphs = True
     monkeypatch.setattr(step, "_record", lambda images, labels: tried.append((step._taken, len(images))))
     for images, labels in batches(sizes=(6, 6, 4, 6)):
@@ -151,8 +150,7 @@ class TestOnAGPU:
                 for named in learner.named_parameters().values()
             ]
             optimizer = learner.wrap(make_optimizer(Recipe(), groups, CUDA))
-            autocast = torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext()
-            step = TrainingStep(learner, optimizer, CUDA, autocast, graphs)
+            step = TrainingStep(learner, optimizer, CUDA, bf16, graphs)
             generator = torch.Generator().manual_seed(3)
             for _ in range(WARM_UP + 4):
                 step(torch.randn(8, 3, 16, 16, generator=generator), 4 + torch.arange(8) % 4, 1.0)
@@ -238,9 +236,9 @@ def test_results_written_late_are_those_of_their_time(tmp_path: Path, monkeypatc
             job, self.job = self.job, lambda: None
             job()
 
-    written, write = [], RunFolder.write_json
+    written, write = [], RunFolder.write_results
     monkeypatch.setattr(loop, "Background", lambda on: Late(on=True))
-    monkeypatch.setattr(RunFolder, "write_json", lambda *given: written.append(deepcopy(given[-1])) or write(*given))
+    monkeypatch.setattr(RunFolder, "write_results", lambda *given: written.append(deepcopy(given[-1])) or write(*given))
     mambacl.train(CONFIG, device="cpu", out=str(tmp_path / "late"))
     found = [results for results in written if "correct" in results]
     assert len(found) > 2

@@ -1,4 +1,4 @@
-"""`mambacl bench`: how fast this machine does it, part by part, with the ratios taken within one run."""
+"""`mambacl bench`: measures the speed of this machine, part by part, with ratios computed within one run."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +25,13 @@ __all__ = ["PARTS", "SHAPES", "Result", "bench", "measure"]
 
 PARTS = {
     "scan": "the recurrence alone, forward and backward, by each backend",
-    "roofline": "what a call of the scan must do at least, and how much longer it takes",
-    "block": "one block, forward and backward, with the kernels and without",
+    "roofline": "the least work of a scan, and how much longer the scan takes",
+    "block": "one block, forward and backward, with and without the kernels",
     "step": "a training step: plain fine-tuning and Mamba-CL",
-    "projection": "projecting a step, against a loop over dense matrices",
-    "decomposition": "decomposing after a task, against an SVD per parameter",
+    "projection": "projecting a step, compared with a loop over dense matrices",
+    "decomposition": "decomposing after a task, compared with an SVD per parameter",
     "inference": "predicting one image at a time, and many",
-    "run": "a whole run, from the files to the last evaluation",
+    "run": "a complete run, from the files to the last evaluation",
 }
 
 
@@ -44,9 +44,9 @@ def bench(
     root: Path | None = None,
     show: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Measures the parts named, or all, shows each table when it is done, and returns what the JSON file holds.
+    """Measures the named parts, or all; shows each table when it is done. Returns the contents of the JSON file.
 
-    `shapes`: scans by name, in place of those that suit the device; `root`: CIFAR-100's files, for the part run.
+    `shapes`: scans by name, instead of those that suit the device; `root`: CIFAR-100's files, for the part run.
     """
     show = show or partial(print, flush=True)
     chosen = chosen_parts(parts)
@@ -68,12 +68,12 @@ def bench(
             found[name] = measure(name, clock, sizes, speed, root)
             show(text(found[name]))
             made = record(where, options, speed, found)
-            save(made, json_file)  # after each part, so that an interruption loses no figures
+            save(made, json_file)  # after each part, so that an interruption loses no results
     return made
 
 
 def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | None = None) -> Result:
-    """`speed`: of a copy, for the floor and the roofline of the scan."""
+    """Measures a part. `speed` is that of a copy, for the floor and the roofline of the scan."""
     ways: Mapping[str, Callable[[], Result]] = {
         "scan": lambda: scan.measure(clock, sizes, speed),
         "roofline": lambda: roofline.measure(clock, sizes, speed),
@@ -88,7 +88,7 @@ def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | No
 
 
 def chosen_parts(names: Sequence[str]) -> list[str]:
-    """In the order in which they are measured; all if none is named."""
+    """The named parts in the order of measurement; all if none is named."""
     for name in names:
         if name not in PARTS:
             raise UserError(f"There is no part '{name}'.{did_you_mean(name, PARTS)} Known: {', '.join(PARTS)}.")
@@ -98,16 +98,16 @@ def chosen_parts(names: Sequence[str]) -> list[str]:
 def checked(
     parts: Sequence[str], device: str, shapes: Sequence[str], quick: bool, root: Path | None
 ) -> tuple[torch.device, Sizes]:
-    """The device and the sizes; mistakes are found before anything is measured."""
+    """The device and the sizes. Raises for mistakes before anything is measured."""
     where = pick_device(device)
     sizes = default_sizes(where, quick)
     if shapes:
         if "scan" not in parts and "roofline" not in parts:
-            raise UserError("--shape names shapes of the parts scan and roofline, none of which is asked for.")
+            raise UserError("--shape is for the parts scan and roofline: name one of them, or remove --shape.")
         sizes = replace(sizes, shapes={name: shape_named(name, PARTS) for name in shapes})
     if root is not None:
         if "run" not in parts:
-            raise UserError("--root names the data of the part run, which is not among those asked for.")
+            raise UserError("--root is for the part run: name that part, or remove --root.")
         check_root(root)
     return where, sizes
 
@@ -115,14 +115,14 @@ def checked(
 def check_root(root: Path) -> None:
     from mambacl.data import open_dataset
 
-    open_dataset("cifar100", root)  # says itself what is missing
+    open_dataset("cifar100", root)  # raises if files are missing
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the lines of models and runs."""
+    """Hides the messages of models and runs."""
     before = logger.level
-    logger.setLevel(logging.ERROR)  # an interrupted run would advise to resume it, but its folder is gone
+    logger.setLevel(logging.ERROR)  # an interrupted run would suggest to resume it, but its folder is gone
     try:
         yield
     finally:

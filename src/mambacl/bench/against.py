@@ -1,6 +1,6 @@
-"""`mambacl bench against`: the scan that a user calls, beside other implementations, in one process.
+"""`mambacl bench against`: compares the scan that a user calls with other implementations, in one process.
 
-Every system is first compared with float64 (`agreement`); those that agree are timed in turn, round by round.
+Every system's results are first compared with float64 (`agreement`). Those that agree are timed in turn.
 """
 
 import statistics
@@ -21,27 +21,28 @@ from mambacl.bench.peers import OURS, PEERS, Call, Peer
 from mambacl.bench.result import Result, Row, header, machine_line, save, text
 from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Problem, Shape, make_problem
 from mambacl.bench.timing import Clock
+from mambacl.data.image_cache import free_bytes
 from mambacl.training.build import pick_device
 
-SECONDS = 10.0  # for the rounds of a shape, about
-HIDDEN = ("shape", "size")  # said in the title
+SECONDS = 10.0  # approximate time for the rounds of a shape
+HIDDEN = ("shape", "size")  # these are in the title
 FORWARD, BOTH = "forward", "forward_and_backward"
 NOTES = (
-    "What is timed: the scan with D, delta's bias, softplus and, where there are no groups, the gate z, of (b, d, l) "
-    "tensors. forward: without gradients. forward and backward: with the gradients of all inputs.",
-    "Median and best of {rounds} rounds at most; every system takes part in each. theirs / ours: of the medians.",
-    "worst / bound: the largest error of the output and of all gradients against float64, divided by what rounding "
-    "allows. A system beyond 1 computes something else, and is not timed.",
+    "What is timed: the scan with D, delta's bias, softplus and, without groups, the gate z, of (b, d, l) tensors. "
+    "forward: without gradients. forward and backward: with the gradients of all inputs.",
+    "Median and best of at most {rounds} rounds with all systems. theirs / ours: ratio of the medians.",
+    "worst / bound: the largest error of the output and of all gradients, compared with float64, divided by what "
+    "rounding allows. A system above 1 computes something else and is not timed.",
 )
 CPU_NOTE = "Threads of each system: {threads}; the loop in C always has one."
-GPU_NOTE = "The GPU's own time, by events around calls queued ahead. peak: of forward and backward, inputs included."
+GPU_NOTE = "GPU time, by events around queued calls. peak: memory of forward and backward, including inputs."
 
 
 @dataclass
 class Comparison:
     rows: list[Row] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """what disagreed or failed, and where"""
+    """what disagreed or failed, and for which shape"""
 
 
 def compare_all(
@@ -52,7 +53,7 @@ def compare_all(
     found: Comparison,
     peers: Sequence[Peer] = PEERS,
 ) -> None:
-    """Adds the rows of all shapes and types."""
+    """Adds the rows of all shapes and types to `found`."""
     installed = [OURS, *(peer for peer in peers if peer.installed())]
     for name, shape in shapes.items():
         for dtype in dtypes:
@@ -77,7 +78,7 @@ def _compare_one(
         try:
             call = peer.prepare(problem, threads)
             verdict = judged(call, problem, wanted, peer.differentiable)
-        except Exception as error:  # another's failure is shown, and stops nothing
+        except Exception as error:  # show the failure of another system, and continue
             row["agrees"] = False
             remarks.append(f"{name}, {dtype}: {peer.name} failed: {first_line(error)}")
             continue
@@ -85,7 +86,7 @@ def _compare_one(
         if verdict.agrees:
             calls[peer.name] = call
         else:
-            remarks.append(f"{name}, {dtype}: {peer.name} disagrees ({verdict}) and is not counted")
+            remarks.append(f"{name}, {dtype}: {peer.name} disagrees ({verdict}) and is not timed")
     del wanted
     free_memory()
     trained = {peer.name for peer in peers if peer.differentiable and peer.name in calls}
@@ -113,7 +114,7 @@ def _with_gradients(call: Call, problem: Problem) -> object:
 
 
 def _enter(rows: dict[str, Row], what: str, times: Mapping[str, list[float]]) -> None:
-    """Times in ms, and how many times ours another's is."""
+    """Enters times in ms, and the ratio of the others' to ours."""
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, seconds in times.items():
         rows[name] |= {f"{what}_ms": 1e3 * medians[name], f"{what}_best_ms": 1e3 * min(seconds)}
@@ -122,7 +123,7 @@ def _enter(rows: dict[str, Row], what: str, times: Mapping[str, list[float]]) ->
 
 
 def _peak(call: Callable[[], object], problem: Problem) -> int:
-    """Bytes at most during a call, the inputs' among them."""
+    """The peak memory of a call in bytes, including the inputs."""
     free_memory()
     torch.cuda.synchronize(problem.device)
     before = torch.cuda.memory_allocated(problem.device)
@@ -133,7 +134,7 @@ def _peak(call: Callable[[], object], problem: Problem) -> int:
 
 
 def _graph_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 1 << 29
+    return free_bytes(device) // 4 if device.type == "cuda" else 1 << 29
 
 
 def first_line(error: Exception) -> str:
@@ -142,14 +143,14 @@ def first_line(error: Exception) -> str:
 
 
 def as_result(found: Comparison, device: torch.device, threads: int, rounds: int) -> Result:
-    """A table of the rows, with what is to be known about it."""
+    """A table of the rows, with notes."""
     notes = [NOTES[0], NOTES[1].format(rounds=rounds), NOTES[2]]
     notes.append(GPU_NOTE if device.type == "cuda" else CPU_NOTE.format(threads=threads))
     return Result(f"Against others on {device.type}", found.rows, notes, left_out=HIDDEN)
 
 
 def availability(device: torch.device, peers: Sequence[Peer] = PEERS) -> dict[str, Any]:
-    """For each peer that runs on this kind of device, its version, or how to install it."""
+    """For each system that runs on this kind of device: its version, or how to install it."""
     some = [peer for peer in peers if device.type in peer.devices]
     return {peer.name: peer.version() if peer.installed() else f"not installed: {peer.install}" for peer in some}
 
@@ -164,7 +165,8 @@ def against(
     show: Callable[[str], object] | None = None,
     peers: Sequence[Peer] = PEERS,
 ) -> dict[str, Any]:
-    """Compares, shows tables, and returns what the JSON file holds; `commit`: of a package that is in no checkout."""
+    """Compares the systems and shows tables. Returns the contents of the JSON file. `commit` is for a package outside a
+    git checkout."""
     show = show or partial(print, flush=True)
     where = pick_device(device)
     on_gpu = where.type == "cuda"
@@ -187,7 +189,7 @@ def against(
             compare_all(clock, {name: shape}, dtypes, threads, found, peers)
             show(text(Result(f"{name}: {shape}", [row for row in found.rows if row["shape"] == name], left_out=HIDDEN)))
             made |= as_result(found, where, threads, rounds).as_dict() | {"remarks": found.remarks}
-            save(made, json_file)  # after each shape, so that an interruption loses no figures
+            save(made, json_file)  # after each shape, so that an interruption loses no results
     finally:
         torch.set_num_threads(before)
     notes = [textwrap.fill(note, 120, break_on_hyphens=False) for note in (*made["notes"], *found.remarks)]

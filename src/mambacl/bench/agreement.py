@@ -1,11 +1,11 @@
-"""Whether a system computes the selective scan: its output and gradients against float64, within bounds of arithmetic.
+"""Checks that a system computes the selective scan: compares its output and gradients with float64, within bounds.
 
-Every result is a sum of products. Its rounding error is at most the number of roundings on the way to it, times the
-unit roundoff, times the sum of the magnitudes of its terms. That sum is found by the same recurrence over absolute
-values. Errors of either sign add up like a random walk, so the bound takes the square root of the number of roundings.
+Every result is a sum of products. Its rounding error is at most the number of roundings that lead to it, times the unit
+roundoff, times the sum of the magnitudes of its terms. The same recurrence over absolute values gives that sum. Errors
+of either sign add up like a random walk, so the bound takes the square root of the number of roundings.
 
-One more error is allowed in the output. Inference engines have no log1p and compute softplus as log(1 + exp(x)), which
-is off by a few unit roundoffs of 1, not of the step.
+The output is allowed one more error. Inference engines have no log1p and compute softplus as log(1 + exp(x)), whose
+error is a few unit roundoffs of 1, not of the step.
 """
 
 import math
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from mambacl.bench.shapes import Problem
 
-PER_STEP = 4  # roundings of a state in a step: delta A, its exponential, the product with the state, the sum
+PER_STEP = 4  # roundings of a state per step: delta A, its exponential, the product with the state, the sum
 DEVIATIONS = 4  # of the random walk
-STORED = 2  # results rounded to the inputs' type on the way: an intermediate and the result itself
+STORED = 2  # values rounded to the inputs' type: an intermediate and the result
 UNIT = torch.finfo(torch.float32).eps / 2
-LOGARITHM = 8  # units by which an engine's log(1 + exp(x)) may be off: of the sum, the exponential, the logarithm
+LOGARITHM = 8  # units of error allowed in log(1 + exp(x)): of the sum, the exponential, the logarithm
 OUTPUT = "output"
 UNIT_STEPS = "output of unit steps"
-SUMMED = ("A", "D", "delta_bias")  # whose gradients are sums over images and tokens
+SUMMED = ("A", "D", "delta_bias")  # their gradients are sums over images and tokens
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A result in float64, and how far from it rounding may lead."""
+    """A result in float64, and the error that rounding can cause."""
 
     value: Tensor
     bound: Tensor
@@ -41,7 +41,7 @@ class Verdict:
     worst: float
     """the largest error, divided by its bound"""
     where: str
-    """the output, or the input whose gradient it is"""
+    """the output, or the input whose gradient has this error"""
 
     @property
     def agrees(self) -> bool:
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def exact(problem: Problem, memory: int = 1 << 29) -> dict[str, Exact]:
-    """The output and all gradients, by name; `memory`: bytes for the graph of a group of images."""
+    """The output and all gradients by name. `memory`: bytes for the graph of a group of images."""
     shape = problem.shape
     images = max(1, memory // (48 * shape.channels * shape.states * shape.length))
     values, magnitudes = (_in_groups(problem, images, absolute) for absolute in (False, True))
@@ -63,7 +63,7 @@ def exact(problem: Problem, memory: int = 1 << 29) -> dict[str, Exact]:
 
 
 def compare(found: dict[str, Tensor], wanted: dict[str, Exact]) -> Verdict:
-    """The worst of the results that a system has."""
+    """The verdict on the worst result of a system."""
     verdicts = []
     for name, result in found.items():
         if result.shape != wanted[name].value.shape:
@@ -74,7 +74,7 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Exact]) -> Verdict:
 
 
 def results(call: Callable[[], Tensor], problem: Problem, differentiable: bool) -> dict[str, Tensor]:
-    """What a system makes of a problem."""
+    """A system's output and gradients for a problem."""
     if not differentiable:
         with torch.no_grad():
             return {OUTPUT: call()}
@@ -97,7 +97,7 @@ def _bound(name: str, magnitude: Tensor, problem: Problem) -> Tensor:
 
 
 def _in_groups(problem: Problem, images: int, absolute: bool) -> dict[str, Tensor]:
-    """A group of images at a time."""
+    """Computes the results one group of images at a time."""
     groups: list[dict[str, Tensor]] = []
     for first in range(0, problem.shape.batch, images):
         some = {
@@ -116,7 +116,7 @@ def _one_group(inputs: dict[str, Tensor], dy: Tensor, absolute: bool) -> dict[st
     A = inputs["A"].double().requires_grad_()
     dy = size(dy.double())
     raw = inputs["delta"].double() + inputs["delta_bias"].double()[:, None]
-    # The steps in the decay and those at the input are told apart: their gradients may cancel.
+    # Separate variables for the steps in the decay and at the input, because their gradients can cancel.
     decaying, entering = (F.softplus(raw).requires_grad_() for _ in range(2))
     y = _recurrence(u, decaying, entering, A, B, C) + D[:, None] * u
     z = inputs["z"].double() if "z" in inputs else None
@@ -137,7 +137,7 @@ def _one_group(inputs: dict[str, Tensor], dy: Tensor, absolute: bool) -> dict[st
 
 
 def _recurrence(u: Tensor, decaying: Tensor, entering: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """y (b, d, l). Slices are taken all at once: the backward of taking one is as long as the whole."""
+    """y (b, d, l). `unbind` takes all slices at once: the backward of a single slice costs as much as all of them."""
     if B.dim() == 3:
         B, C = B[:, None], C[:, None]
     groups = B.shape[1]

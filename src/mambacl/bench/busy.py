@@ -1,8 +1,7 @@
-"""`mambacl bench busy`: a training step on the CPU, alone and beside a program that wants all cores.
+"""`mambacl bench busy`: times a training step on the CPU, alone and while another program uses all cores.
 
-OpenMP's threads wait for each other by spinning, which keeps a core from the thread that is waited for when other
-programs want it too. OpenMP reads its settings once, when it starts, so each way of waiting has a process, which is
-told when to measure:
+OpenMP's threads wait for each other by spinning. If other programs use the cores, too, spinning takes a core from the
+thread that is waited for. OpenMP reads its settings only at its start, so each way of waiting has its own process:
 
 - `spinning`: OpenMP's default
 - a number: GOMP_SPINCOUNT; the command line sets 2000
@@ -34,11 +33,10 @@ WAYS: dict[str, dict[str, str]] = {
 }
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 OTHER = "import torch; a = torch.randn(1500, 1500)\nwhile True: a @ a"
-START_SECONDS = 3  # until the other programs are at work
+START_SECONDS = 3  # until the other programs are running
 NOTES = (
-    "A step of the nano model with {images} images: the median over rounds (here {rounds}), in which every way takes "
-    "its turn for at least {seconds:g} s. beside: with other programs at work (here {others}), each with a thread per "
-    "core.",
+    "A step of the nano model with {images} images: the median over {rounds} round(s), in each of which every way runs "
+    "for at least {seconds:g} s. beside: with {others} other program(s) running, each with one thread per core.",
 )
 
 
@@ -46,7 +44,7 @@ NOTES = (
 class Effort:
     rounds: int
     seconds: float
-    """of steps in each turn; at least one step"""
+    """time for the steps of each turn; at least one step"""
     images: int = 32
     ways: tuple[str, ...] = tuple(WAYS)
 
@@ -56,7 +54,7 @@ LONG = Effort(3, 5.0)
 
 
 def busy(long: bool = False, others: int = 1, json_file: Path | None = None) -> dict[str, Any]:
-    """Shows a table, and returns what the JSON file holds."""
+    """Shows a table. Returns the contents of the JSON file."""
     check_at_least_one(others=others)
     check_writable(json_file)
     result = measure(LONG if long else SHORT, others)
@@ -67,7 +65,7 @@ def measure(effort: Effort, others: int = 1) -> Result:
     with ExitStack() as stack:
         workers = {way: stack.enter_context(Worker(WAYS[way], effort.images)) for way in effort.ways}
         for worker in workers.values():
-            worker.step_seconds(0)  # after its start, which takes longer
+            worker.step_seconds(0)  # the first step takes longer
         alone = _turns(workers, effort)
         for _ in range(others):
             stack.enter_context(Program([sys.executable, "-c", OTHER], {}))
@@ -90,7 +88,7 @@ def rows(alone: Mapping[str, float], beside: Mapping[str, float]) -> list[Row]:
 
 
 def _turns(workers: Mapping[str, "Worker"], effort: Effort) -> dict[str, float]:
-    """Seconds per step. Every worker takes a turn in every round, so a busy moment of the machine hits all of them."""
+    """Seconds per step. Every worker has a turn in every round, so that a busy moment affects all of them."""
     times: dict[str, list[float]] = {way: [] for way in workers}
     for _ in range(effort.rounds):
         for way, worker in workers.items():
@@ -99,7 +97,7 @@ def _turns(workers: Mapping[str, "Worker"], effort: Effort) -> dict[str, float]:
 
 
 class Program:
-    """A process that ends with the block of code."""
+    """A process that ends with its `with` block."""
 
     def __init__(self, command: list[str], variables: Mapping[str, str]) -> None:
         kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -116,7 +114,7 @@ class Program:
 
 
 class Worker(Program):
-    """Takes training steps when it is asked to, and sleeps in between."""
+    """A process that takes training steps on request and sleeps in between."""
 
     def __init__(self, variables: Mapping[str, str], images: int) -> None:
         super().__init__([sys.executable, "-m", "mambacl.bench.busy", str(images)], variables)
@@ -132,7 +130,7 @@ class Worker(Program):
 
 
 def answer_requests(images: int) -> None:
-    """The worker's side: a line with seconds comes in, the seconds per step go out."""
+    """The worker's side: reads a line with a number of seconds, prints the seconds per step."""
     from mambacl.backbones import create_model
 
     torch.manual_seed(0)

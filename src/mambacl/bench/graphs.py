@@ -1,8 +1,8 @@
 """The selective scan as a graph for inference engines: ONNX's `Scan` for ONNX Runtime, `TensorIterator` for OpenVINO.
 
-Both walk through time with the state (b, n, d) as the variable of the loop; what does not depend on the state is done
-outside of it. Two choices have no answer for all shapes, so that an engine is given each and keeps the fastest: the sum
-over the states as a product of matrices or as a sum, and the exponentials step by step or all before the loop.
+Both loop over time with the state (b, n, d) as the loop variable; everything that does not depend on the state is
+outside the loop. Two choices depend on the shape, so an engine tries all variants and keeps the fastest: the sum over
+states as a matrix product or as a sum, and the exponentials step by step or all before the loop.
 
 Inputs, in this order: u, delta (b, d, l), A (d, n), B, C (b, n, l), D (d, 1), delta_bias (d, 1), z (b, d, l).
 """
@@ -16,15 +16,15 @@ import numpy as np
 
 from mambacl.bench.shapes import Shape
 
-OPSET, IR_VERSION = 17, 9  # old enough for any engine in use
+OPSET, IR_VERSION = 17, 9  # old enough for all current engines
 
 
 @dataclass(frozen=True)
 class Variant:
     product: bool
-    """sums over states by a product of matrices"""
+    """whether the sum over states is a matrix product"""
     ahead: bool
-    """all exponentials before the loop"""
+    """whether all exponentials come before the loop"""
 
 
 VARIANTS = tuple(Variant(product, ahead) for product in (True, False) for ahead in (False, True))
@@ -40,8 +40,8 @@ def input_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 class _Nodes:
-    """Nodes of an ONNX graph, each named after the one value that it makes. No name may also be one of a graph around
-    it, hence the prefix."""
+    """Nodes of an ONNX graph, each named after its output. The prefix keeps names different from those of an outer
+    graph, as ONNX demands."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -70,7 +70,7 @@ def onnx_scan(shape: Shape, variant: Variant) -> bytes:
     outer, body = _Nodes("outer"), _Nodes("step")
 
     def by_time(name: str, axis: int) -> str:
-        """(l, b, x) with one more axis."""
+        """Transposes to (l, b, x) and adds an axis."""
         return outer.add("Unsqueeze", outer.add("Transpose", name, perm=[2, 0, 1]), outer.constant([axis]))
 
     steps = outer.add("Softplus", outer.add("Add", "delta", "delta_bias"))

@@ -1,9 +1,9 @@
-"""Models with random weights, and what the parts that time them share."""
+"""Models with random weights, and what the benchmarks of them share."""
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.backbones import create_model
+from mambacl.bench.result import Row
 from mambacl.bench.sizes import Case
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup, Task
@@ -40,18 +41,18 @@ def pixels(case: Case, model: nn.Module) -> int:
 
 
 def images(case: Case, model: nn.Module, batch: int) -> Tensor:
-    """Normalized noise, where the model is."""
+    """Normalized noise on the model's device."""
     size, device = pixels(case, model), next(model.parameters()).device
     return torch.randn(batch, 3, size, size, generator=torch.Generator(device).manual_seed(1), device=device)
 
 
 def setting(name: str) -> Setting:
-    """A named setting that protects the share of directions of this bench, whatever the features."""
+    """A named setting that protects this benchmark's share of directions, independent of the features."""
     return setting_named(name).override(rank=f"fraction:{1 - PROTECTED}")
 
 
 def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool = False, fast: bool = True) -> Loop:
-    """The product's own loop in its first task, without a stream or a folder: its steps can be taken by hand."""
+    """The loop of a run in its first task, without stream and folder, to take single steps."""
     device = next(model.parameters()).device
     method: Method = METHODS.get(method_name)(model, Setup(setting))
     method.start_task(Task(0, CLASSES, 0, seed=0))
@@ -60,7 +61,7 @@ def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool =
 
 
 def new_step(loop: Loop, images: Tensor, labels: Tensor) -> partial[None]:
-    """A step of the loop with a new optimizer; every call takes the next one."""
+    """A step of the loop with a new optimizer; every call takes the next step."""
     loop._new_optimizer()
     loop._new_step()
     assert loop.step is not None
@@ -68,14 +69,27 @@ def new_step(loop: Loop, images: Tensor, labels: Tensor) -> partial[None]:
 
 
 def first_that_fits(case: Case, measure: Callable[[int], T]) -> T:
-    """What `measure` says of the largest batch that fits into memory."""
+    """The result of `measure` for the largest batch that fits into memory."""
     for batch in case.batches:
         try:
             return measure(batch)
         except torch.cuda.OutOfMemoryError:
             pass
         free_memory()
-    raise UserError(f"{case.model} does not fit into this GPU's memory, with {case.batches[-1]} images neither.")
+    raise UserError(
+        f"{case.model} does not fit into this GPU's memory, even with {case.batches[-1]} images: use a larger GPU."
+    )
+
+
+def each_case(cases: Iterable[Case], names: Iterable[str], measure: Callable[[Case, str], list[Row]]) -> list[Row]:
+    """The rows of all cases with each precision or setting."""
+    rows: list[Row] = []
+    names = list(names)
+    for case in cases:
+        for name in names:
+            rows += measure(case, name)
+            free_memory()
+    return rows
 
 
 def free_memory() -> None:
@@ -84,19 +98,14 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """For a forward pass by itself, as in the loop: bf16 under PyTorch's autocast, the others without."""
-    return torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
-
-
-def products(name: str) -> AbstractContextManager[None]:
-    """tf32 and bf16, as in a run: products of float32 matrices in the tensor cores' own way; float32: in full."""
-    return float32_products(tf32=name != "float32")
+def products(precision: str) -> AbstractContextManager[None]:
+    """Products of float32 matrices as in a run: with TF32 for tf32 and bf16, in full for float32."""
+    return float32_products(tf32=precision != "float32")
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Plain PyTorch everywhere: the twins of the fused kernels, and the PyTorch scan."""
+    """Plain PyTorch everywhere: the plain twins of the fused kernels, and the PyTorch scan."""
     before = os.environ.get(ENVIRONMENT_VARIABLE)
     os.environ[ENVIRONMENT_VARIABLE] = "torch"
     try:

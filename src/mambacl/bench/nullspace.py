@@ -1,8 +1,8 @@
-"""Parts `projection` and `decomposition`: what the null space costs, against the plain way of doing it.
+"""Parts `projection` and `decomposition`: the cost of the null space, compared with the plain way.
 
-Projecting a step by batched products with low-rank bases, against a loop over dense matrices; decomposing after a task
-by one `eigh` a feature, against one SVD a parameter; and `mambacl plan`'s prediction of both. The model has random
-weights, its covariances random features: the times depend on neither.
+Compares projecting a step by batched products with low-rank bases with a loop over dense matrices; decomposing after a
+task by one `eigh` per feature with one SVD per parameter; and both with the prediction of `mambacl plan`. Weights and
+features are random: the times do not depend on them.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.backbones import create_model
-from mambacl.bench.models import PROTECTED, build, free_memory, pixels, setting
+from mambacl.bench.models import PROTECTED, build, each_case, pixels, setting
 from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Case, Sizes
 from mambacl.bench.timing import Clock
@@ -26,20 +26,20 @@ from mambacl.nullspace.projectors import Key, decompose
 from mambacl.ops.switch import serves
 
 SETTINGS = ("paper", "exact")
-SAMPLE = 20  # parameters whose SVD is timed; the rest is taken to be alike
+SAMPLE = 20  # parameters whose SVD is timed; the others count as equal
 PROJECTION_NOTES = (
     "A tenth of the directions protected. adam: the optimizer's step alone; projected: the same step projected; "
-    "projection: remembering and projecting alone; dense loop: the same as one dense product a parameter. largest "
-    "difference: of a projected update from the dense loop's, relative. planned: by `mambacl plan`.",
+    "projection: only remembering and projecting; dense loop: the same with one dense product per parameter. largest "
+    "difference: relative, between a projected update and the dense loop's. planned: by `mambacl plan`.",
 )
 DECOMPOSITION_NOTES = (
-    f"After a task, all blocks. eigh: once a feature, as here. SVD: once a parameter, from a sample of {SAMPLE}. "
+    f"After a task, all blocks. eigh: once per feature, as here. SVD: once per parameter, from a sample of {SAMPLE}. "
     "planned: by `mambacl plan`.",
 )
 
 
 def random_features(space: NullSpace) -> TaskStatistics:
-    """A covariance with a falling spectrum for each feature; what is protected element by element stays as it is."""
+    """A covariance with a decaying spectrum per feature; parts that are protected element by element stay unchanged."""
     named, device = dict(space.model.named_parameters()), next(space.model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     covariances: dict[Key, Tensor] = {}
@@ -56,19 +56,15 @@ def random_features(space: NullSpace) -> TaskStatistics:
 
 
 def fill_with_random(space: NullSpace) -> TaskStatistics:
-    """The space as after a task."""
+    """Puts the space into its state after a task."""
     gathered = random_features(space)
     space.protect(Memory(1, [gathered], [{}]))
     return gathered
 
 
 def measure_projection(clock: Clock, sizes: Sizes) -> Result:
-    result = Result(f"Projection of a step on {clock.device.type}", notes=list(PROJECTION_NOTES))
-    for case in sizes.nullspace:
-        for name in SETTINGS:
-            result.rows.append(_projection(clock, case, name))
-            free_memory()
-    return result
+    rows = each_case(sizes.nullspace, SETTINGS, lambda case, name: [_projection(clock, case, name)])
+    return Result(f"Projection of a step on {clock.device.type}", rows, list(PROJECTION_NOTES))
 
 
 def _projection(clock: Clock, case: Case, name: str) -> Row:
@@ -102,7 +98,7 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
 
 
 def _steps(clock: Clock, space: NullSpace) -> dict[str, float]:
-    """Adam's step, plain and projected, each with an optimizer of its own."""
+    """Seconds of Adam's step, plain and projected, each with its own optimizer."""
     for parameter in space.parameters():
         parameter.grad = torch.randn_like(parameter)
     plain, wrapped = _adam(space, clock.device), space.wrap(_adam(space, clock.device))
@@ -114,7 +110,7 @@ def _adam(space: NullSpace, device: torch.device) -> torch.optim.Optimizer:
 
 
 def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
-    """What a projected step needs besides what is there between steps, on a GPU."""
+    """The memory that a projected step needs in addition to what is held between steps, on a GPU."""
     if clock.device.type != "cuda":
         return {}
     tensors = dict(space.model.named_parameters())
@@ -130,7 +126,7 @@ def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
 def project_by_loop(
     space: NullSpace, matrices: Mapping[str, Tensor], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> None:
-    """The textbook way: one dense product after another."""
+    """The textbook way: one dense product per parameter."""
     for _, part in space.selection.parts():
         if part.name in matrices:
             P, then, now = matrices[part.name], part.of(old[part.parameter]), part.of(new[part.parameter])
@@ -143,7 +139,7 @@ def _copied(space: NullSpace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 @torch.no_grad()
 def _largest_difference(space: NullSpace, dense: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> float:
-    """Of updates from nothing, projected both ways."""
+    """The largest relative difference between updates, from zero, that are projected both ways."""
     nothing = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     batched = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
     looped = {name: tensor.clone() for name, tensor in batched.items()}
@@ -155,13 +151,9 @@ def _largest_difference(space: NullSpace, dense: Mapping[str, Tensor], tensors: 
 
 
 def measure_decomposition(clock: Clock, sizes: Sizes) -> Result:
-    result = Result(f"Decomposition after a task on {clock.device.type}", notes=list(DECOMPOSITION_NOTES))
     _warm_up(clock.device)
-    for case in sizes.nullspace:
-        for name in SETTINGS:
-            result.rows.append(_decomposition(clock, case, name))
-            free_memory()
-    return result
+    rows = each_case(sizes.nullspace, SETTINGS, lambda case, name: [_decomposition(clock, case, name)])
+    return Result(f"Decomposition after a task on {clock.device.type}", rows, list(DECOMPOSITION_NOTES))
 
 
 def _decomposition(clock: Clock, case: Case, name: str) -> Row:
@@ -190,7 +182,7 @@ def _decomposition(clock: Clock, case: Case, name: str) -> Row:
 
 
 def _svd_seconds(clock: Clock, space: NullSpace, gathered: TaskStatistics) -> float:
-    """The plain way: a dense matrix a parameter, from an SVD of its own."""
+    """The plain way: one dense matrix per parameter, from its own SVD."""
     keys = {protection.name: protection.key for protection in space.selection.projected()}
     sample, found = list(keys.items())[:SAMPLE], space.decompositions()
     clock.synchronize()
@@ -202,7 +194,7 @@ def _svd_seconds(clock: Clock, space: NullSpace, gathered: TaskStatistics) -> fl
 
 
 def _warm_up(device: torch.device) -> None:
-    """Libraries set themselves up at the first use."""
+    """Lets libraries initialize themselves, as they do on first use."""
     square = torch.randn(64, 64, device=device, dtype=torch.float64)
     decompose([square.T @ square], "energy:0.9")
     torch.linalg.svd(square)

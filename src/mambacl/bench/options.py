@@ -1,4 +1,4 @@
-"""Mistakes in what the bench is asked for, found before anything is measured."""
+"""Checks the options of benchmarks before anything is measured."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -10,7 +10,7 @@ from mambacl.registry import did_you_mean
 
 def shape_named(name: str, parts: Collection[str] = ()) -> Shape:
     if name in parts and name not in SHAPES:
-        raise UserError(f"'{name}' is a part: name the parts before --shape.")
+        raise UserError(f"'{name}' is a part, not a shape: name parts before --shape.")
     if name not in SHAPES:
         raise UserError(f"There is no shape '{name}'.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}.")
     return SHAPES[name]

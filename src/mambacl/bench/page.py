@@ -1,8 +1,8 @@
-"""Writes recorded figures into a page:
+"""Writes recorded results into a page:
 
     python -m mambacl.bench.page docs/speed.md
 
-What stands between `<!-- table: FILE -->` and `<!-- end -->` becomes a table of FILE, which `mambacl bench against
+Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, which `mambacl bench against
 --json FILE` wrote. FILE is relative to the page.
 """
 
@@ -18,13 +18,13 @@ from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
 
 MARKED = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S)
-BUSY = 0.75  # programs per core; beside more of them, times are not to be trusted
+BUSY = 0.75  # load per core above which times are unreliable
 CALLS = ("forward", "forward_and_backward")
 Cases = dict[tuple[str, str], dict[str, Row]]
 
 
 def with_tables(page: str, folder: Path) -> str:
-    """The page with the current table of every file it names."""
+    """The page with up-to-date tables of all files that it names."""
 
     def table(match: re.Match[str]) -> str:
         path = folder / match["file"]
@@ -36,7 +36,7 @@ def with_tables(page: str, folder: Path) -> str:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """One line with command, commit, machine and date; a row per shape and type of the inputs; the versions."""
+    """A line with command, commit, machine and date; a table with a row per shape and type of inputs; the versions."""
     rows: Sequence[Row] = record["rows"]
     systems = list(dict.fromkeys(str(row["system"]) for row in rows if row["system"] != OURS.name))
     typed = len({row["inputs"] for row in rows}) > 1
@@ -72,7 +72,7 @@ def _head(record: Mapping[str, Any]) -> str:
 
 
 def _cell(row: Row | None, key: str) -> str:
-    """Forward / forward and backward; the first alone for a system without gradients."""
+    """Forward / forward and backward; only forward for a system without gradients."""
     if row is None:
         return ""
     if not row["agrees"]:
@@ -81,7 +81,7 @@ def _cell(row: Row | None, key: str) -> str:
 
 
 def _memory(cases: Cases, systems: Sequence[str]) -> list[str]:
-    """The range of each system's peak memory against ours; nothing on the CPU, where it is not measured."""
+    """The range of each system's peak memory relative to ours; empty on the CPU, where it is not measured."""
     ranges = []
     for system in systems:
         both = [(found[OURS.name].get("peak_MiB"), found.get(system, {}).get("peak_MiB")) for found in cases.values()]
@@ -93,7 +93,7 @@ def _memory(cases: Cases, systems: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
-        raise UserError("Name a page: docs/speed.md.")
+        raise UserError("Name one page, e.g. docs/speed.md.")
     page = Path(arguments[0])
     page.write_text(with_tables(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
     return 0

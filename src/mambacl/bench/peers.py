@@ -1,6 +1,6 @@
-"""Other implementations of the selective scan, each called as its users call it, at its best setting.
+"""Other implementations of the selective scan, each called as its users call it, with its best settings.
 
-A peer that is not installed is left out, with a line that says how to get it.
+If one is not installed, it is skipped, and a line says how to install it.
 """
 # mypy: disable-error-code="import-not-found, import-untyped"
 
@@ -29,22 +29,22 @@ from mambacl.ops import selective_scan
 
 Call = Callable[[], Tensor]
 ENGINE_TRIALS = 5  # calls of each variant of a graph
-PLAIN_STEPS = 256  # on a GPU, peers that launch kernels for each step are too slow for longer scans
+PLAIN_STEPS = 256  # on a GPU, systems that launch kernels for each step are too slow for longer scans
 
 
 @dataclass(frozen=True)
 class Peer:
     name: str
     prepare: Callable[[Problem, int], Call]
-    """makes the call that is timed, for a problem and a number of threads; with gradients where `differentiable`"""
+    """makes the call to time, for a problem and a number of threads; with gradients if `differentiable`"""
     install: str = ""
     modules: tuple[str, ...] = ()
     package: str | None = None
-    """whose version is recorded"""
+    """the package whose version to record"""
     devices: tuple[str, ...] = ("cpu",)
     differentiable: bool = False
     plain: bool = False
-    """takes a kernel or more for each step, in float32 and without groups"""
+    """whether it launches at least one kernel per step, in float32 and without groups"""
     one_group: bool = True
 
     def installed(self) -> bool:
@@ -66,7 +66,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class CompiledLoop(Peer):
-    """The loop in C, which needs a compiler rather than a package."""
+    """The loop in C, which needs a compiler instead of a package."""
 
     def installed(self) -> bool:
         return c_compiler() is not None
@@ -87,7 +87,7 @@ def mamba_ssm(problem: Problem, threads: int) -> Call:
 
 
 class _OflexScan(torch.autograd.Function):
-    """Autograd around VMamba's extension, which has none. Its output is in the type of u, as all others' are."""
+    """Adds autograd to VMamba's extension, which has none. Its output has the type of u, like all others'."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _OflexScan(torch.autograd.Function):
 def vmamba(problem: Problem, threads: int) -> Call:
     given = problem.inputs
     tensors = [given[name] for name in ("u", "delta", "A", "B", "C", "D", "delta_bias")]
-    if problem.shape.groups == 1:  # it takes groups always, and no z
+    if problem.shape.groups == 1:  # it always takes groups, and no z
         return lambda: _OflexScan.apply(*_with_groups(tensors)) * F.silu(given["z"])
     return lambda: _OflexScan.apply(*tensors)
 
@@ -124,7 +124,7 @@ def transformers(problem: Problem, threads: int) -> Call:
 
 
 def transformers_function() -> Callable[..., Tensor]:
-    """The path that transformers takes without mamba-ssm, which would be timed twice where it is installed."""
+    """The function that transformers uses without mamba-ssm. With it, mamba-ssm would be timed twice."""
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
     return inspect.unwrap(mamba_selective_scan)
@@ -143,7 +143,7 @@ def mamba_py_sequential(problem: Problem, threads: int) -> Call:
 
 
 def _mamba_py_call(problem: Problem, scan: Callable[..., Tensor]) -> Call:
-    """A method of its block, which only looks up the sizes there."""
+    """A call of a method of its block, which reads only the sizes from the block."""
     shape = problem.shape
     block = SimpleNamespace(config=SimpleNamespace(d_inner=shape.channels, d_state=shape.states))
 
@@ -201,7 +201,7 @@ def _arrays(problem: Problem) -> dict[str, Any]:
 
 
 def fastest(calls: Iterable[Call]) -> Call:
-    """By the best of a few calls each."""
+    """The fastest call, by the best of a few trials each."""
 
     def seconds(call: Call) -> float:
         call()
@@ -215,9 +215,9 @@ def fastest(calls: Iterable[Call]) -> Call:
     return min(list(calls), key=seconds)
 
 
-# A plain loop in C shows what a compiler makes of the recurrence. It goes through the channels one by one, time inside
-# and states innermost, as ggml's `ssm_scan` does. Compiled as ggml is, it takes one exponential at a time; with relaxed
-# arithmetic, GCC with glibc takes a vector of them.
+# A plain loop in C shows what a compiler makes of the recurrence. It loops over channels, then time, then states, as
+# ggml's `ssm_scan` does. With ggml's compiler flags it computes one exponential at a time; with relaxed arithmetic, GCC
+# with glibc computes a vector of them.
 C_FLAGS = ("-O3", "-march=native", "-std=c11", "-shared", "-fPIC")
 C_RELAXED = (*C_FLAGS, "-ffast-math")
 C_SOURCE = r"""
@@ -275,7 +275,7 @@ def compiled(flags: Sequence[str] = C_FLAGS) -> ctypes.CDLL:
         source.write_text(C_SOURCE, encoding="utf-8")
         command = [str(c_compiler()), *flags, str(source), "-o", str(library), "-lm"]
         subprocess.run(command, check=True, capture_output=True)
-        return ctypes.CDLL(str(library))  # stays loaded when the file is gone
+        return ctypes.CDLL(str(library))  # it stays loaded after the file is deleted
 
 
 def compiled_loop(problem: Problem, threads: int) -> Call:
@@ -296,7 +296,7 @@ def _compiled_call(problem: Problem, flags: tuple[str, ...]) -> Call:
 
     def call() -> Tensor:
         if scan(*pointers, *sizes) != 0:
-            raise UserError("The loop in C found no memory: close other programs.")
+            raise UserError("The loop in C ran out of memory: close other programs.")
         return y
 
     return call

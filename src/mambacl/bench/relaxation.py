@@ -1,9 +1,9 @@
-"""`mambacl bench relaxation`: is letting A move, within the bound of docs/exact.md, better than fixing it?
+"""`mambacl bench relaxation`: is training A, within the bound of docs/exact.md, better than fixing it?
 
 The packaged nano model learns two classes of Fashion-MNIST and is consolidated. Then it learns two more, with A fixed
-and the rest projected less and less strictly (eta below 1), or with eta = 1 and A relaxed more and more. For each:
-the loss on the second task's training images, how far the features of the first task's test images have moved, and
-the loss that fixing A reaches at the same drift, interpolated. About 4 minutes on two cores, one on an H200.
+and the rest projected less and less strictly (eta below 1), or with eta = 1 and A relaxed more and more. The results
+are the loss on the second task's training images, the drift of the features of the first task's test images, and the
+loss of a fixed A at the same drift, interpolated. Takes about 4 minutes on two cores, one on an H200.
 """
 
 import copy
@@ -38,15 +38,15 @@ ALONE: Ways = {
 PUBLISHED: Ways = {"A by delta dA = 0, corner": {"A": {"feature": "delta"}, "rank": "corner"}}
 WAYS: Ways = {**FIXED, **RELAXED, **ALONE, **PUBLISHED}
 NOTES = (
-    "The mean of {seeds} seeds. drift: of the first task's features, relative. loss with A fixed: at the same drift, "
-    "interpolated between the rows that fix A.",
+    "Means over {seeds} seeds. drift: relative change of the first task's features. loss with A fixed: at the same "
+    "drift, interpolated between the rows with A fixed.",
 )
 
 
 def relaxation(
     device: str = "auto", seeds: int = 3, passes: int = 3, lr: float = 2e-3, json_file: Path | None = None
 ) -> dict[str, Any]:
-    """Shows a table, and returns what the JSON file holds."""
+    """Shows a table. Returns the contents of the JSON file."""
     where = pick_device(device)
     check_at_least_one(seeds=seeds, passes=passes)
     check_writable(json_file)
@@ -64,7 +64,7 @@ def measure(
     ways: Ways = WAYS,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Figures by way; `changes`: to the stream of the preset demo."""
+    """The results of each way; `changes` override the stream of the preset demo."""
     config = resolve("demo", {"seed": seed, "stream": dict(changes or {})})
     torch.manual_seed(seed)
     model = create_model("defocus_mamba_nano", num_classes=0, pretrained=True).to(device).eval()
@@ -89,7 +89,7 @@ def measure(
 
 
 def as_result(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> Result:
-    """Means over the runs, and for each way the loss that fixing A reaches at its drift."""
+    """Means over the runs and, for each way, the loss of a fixed A at the same drift."""
     mean = {n: {key: float(np.mean([run[n][key] for run in runs])) for key in runs[0][n]} for n in runs[0]}
     drifts, losses = np.array(sorted((mean[n]["drift"], mean[n]["loss"]) for n in mean if n in FIXED)).T
     result = Result("Relaxing A at equal drift", notes=[note.format(seeds=len(runs)) for note in NOTES])
@@ -114,7 +114,7 @@ def _train(
 
 @torch.no_grad()
 def _loss(model: nn.Module, head: nn.Module, stream: Stream, task: int) -> float:
-    """On the task's training images, without augmentation."""
+    """The loss on the task's training images, without augmentation."""
     device, total, count = next(model.parameters()).device, 0.0, 0
     for images, labels in stream.plain_batches(task, 100):
         logits = head(model(images.to(device)))

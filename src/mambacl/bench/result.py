@@ -1,4 +1,4 @@
-"""What a part of the bench found: rows of named figures, as a table and as JSON alike."""
+"""The results of a benchmark: rows of named values, shown as a table and saved as JSON."""
 
 import json
 import os
@@ -30,10 +30,10 @@ class Result:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     left_out: tuple[str, ...] = ()
-    """columns that the table does without"""
+    """columns that the table does not show"""
 
     def columns(self) -> list[str]:
-        """Those of the table: with a figure in some row."""
+        """The table's columns: those with a value in some row."""
         names = dict.fromkeys(name for row in self.rows for name in row if name not in self.left_out)
         return [name for name in names if any(row.get(name) is not None for row in self.rows)]
 
@@ -42,7 +42,7 @@ class Result:
 
 
 def text(result: Result, width: int = 120) -> str:
-    """A table, however wide, with its notes below."""
+    """The table, however wide, with its notes below."""
     names = result.columns()
     columns = tuple(Column(name.replace("_", " "), text=_holds_words(result.rows, name)) for name in names)
     rows = tuple(tuple(shown(row.get(name)) for name in names) for row in result.rows)
@@ -55,7 +55,7 @@ def _holds_words(rows: Sequence[Row], name: str) -> bool:
 
 
 def shown(figure: Figure) -> str | None:
-    """A figure with three digits that count."""
+    """A value with three significant digits."""
     if isinstance(figure, bool):
         return "yes" if figure else "no"
     if isinstance(figure, float):
@@ -66,7 +66,7 @@ def shown(figure: Figure) -> str | None:
 def record(
     device: torch.device, options: Mapping[str, Any], copies: float, parts: Mapping[str, Result]
 ) -> dict[str, Any]:
-    """Everything that was found, and where."""
+    """All results, with the machine and the options."""
     return {
         **header(device, options),
         "copy_bytes_per_second": copies,
@@ -81,7 +81,7 @@ def publish(
     json_file: Path | None = None,
     show: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Shows a table, and returns what the JSON file holds."""
+    """Shows a table. Returns the contents of the JSON file."""
     show(text(result))
     made = {**header(device, options), **result.as_dict()}
     save(made, json_file)
@@ -94,7 +94,7 @@ def save(made: Mapping[str, Any], json_file: Path | None) -> None:
 
 
 def header(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
-    """When, where, with what and with which options something was measured."""
+    """Date, commit, machine, versions and options of a measurement."""
     return {
         "schema": 1,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -106,7 +106,7 @@ def header(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this package runs from, with a plus sign where it has changes; None elsewhere."""
+    """The commit of this package's git checkout, with a plus sign if it has changes; None outside a checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -137,7 +137,7 @@ def machine_line(device: torch.device) -> str:
 
 
 def load() -> float | None:
-    """Programs that wanted a core during the last minute; None where the system does not say."""
+    """The machine's load in the last minute; None if unknown."""
     try:
         return round(os.getloadavg()[0], 1)
     except (AttributeError, OSError):

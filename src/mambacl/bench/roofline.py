@@ -1,6 +1,6 @@
-"""Part `roofline`: what a call of the scan must do at least, how long each of it would take here, and what it takes.
+"""Part `roofline`: the least work of a scan, how long this work would take here, and how long the scan takes.
 
-The call is `mambacl.selective_scan` with D, delta's bias, softplus and, where there are no groups, the gate z.
+The call is `mambacl.selective_scan` with D, delta's bias, softplus and, without groups, the gate z.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,7 @@ from mambacl.ops import switch
 
 PROGRAMS_PER_PROCESSOR, BLOCK, UNROLLED, ROUNDS = 32, 1024, 32, 64  # of a GPU
 SIDE = 256  # of a matrix
-EXPONENTIAL = (
-    10  # products on a CPU: two for the rest of the argument, a polynomial of degree 6, two for the power of two
-)
+EXPONENTIAL = 10  # products on a CPU: two for the argument's remainder, six for a polynomial, two for the power of two
 REGISTERS, MOST_WARPS, LANES = 65536, 64, 32  # of a processor of an NVIDIA GPU; threads of a warp
 NOTES = (
     "bytes: every input read once and every result written once; with a backward, the inputs once more, dy, and a "
@@ -30,8 +28,8 @@ NOTES = (
     "Ceilings measured in this run: {bytes:.3g} GB/s, {functions:.3g} billion functions and {products:.3g} billion "
     "products per second. The longest of these times binds; left: the time taken, divided by it.",
 )
-CPU_NOTE = f"On the CPU a function takes about {EXPONENTIAL} products, so that both add up to the arithmetic."
-GPU_NOTE = "registers: of a thread of the scan's kernel; warps: how many of them a processor has registers for, of 64."
+CPU_NOTE = f"On the CPU a function takes about {EXPONENTIAL} products, so both add up to arithmetic."
+GPU_NOTE = "registers: per thread of the scan's kernel; warps: how many a processor has registers for, at most 64."
 
 
 @dataclass(frozen=True)
@@ -43,18 +41,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Per second."""
+    """The most work that this machine can do per second."""
 
     bytes: float
     functions: float
     """exponentials, and other functions that the same unit computes"""
     products: float
-    """of float32, each with an addition or without"""
+    """products of float32, each with an addition or without"""
     shared: bool
-    """whether functions are made of products, so that they take turns"""
+    """whether functions consist of products, so that their times add up"""
 
     def seconds(self, work: Work) -> dict[str, float]:
-        """What each kind of work would take at least."""
+        """The least time for each kind of work."""
         functions, products = work.functions / self.functions, work.products / self.products
         if self.shared:
             return {"bytes": work.bytes / self.bytes, "arithmetic": functions + products}
@@ -106,10 +104,10 @@ def forward_work(shape: Shape, itemsize: int) -> Work:
 
 
 def training_work(shape: Shape, itemsize: int) -> Work:
-    """The forward, and a backward. Per state and step the backward computes the state again (an exponential, three
-    products); the gradients of the state (C dy, and the decay of what comes from later), of B, C, delta u, and by way
-    of the decay of A and delta (the decayed state, times the gradient, times delta and A): nine. Per step: softplus and
-    gate again, their derivatives, and the gradients of u, delta, D, bias and z."""
+    """Forward and backward. Per state and step, the backward computes the state again (an exponential, three products)
+    and the gradients (nine products): of the state (C dy, and the decayed gradient from later steps), of B, C and
+    delta u, and, through the decay, of A and delta (the decayed state, times the gradient, times delta and A). Per
+    step: softplus and gate again, their derivatives, and the gradients of u, delta, D, bias and z."""
     gated = shape.groups == 1
     tokens, matrices, weights = _elements(shape)
     states = tokens * shape.states
@@ -123,7 +121,7 @@ def training_work(shape: Shape, itemsize: int) -> Work:
 
 
 def _elements(shape: Shape) -> tuple[int, int, int]:
-    """Of u; of B and C together; of A, D and the bias."""
+    """The number of elements of u; of B and C together; of A, D and the bias together."""
     images = shape.batch * shape.length
     return images * shape.channels, 2 * images * shape.groups * shape.states, shape.channels * (shape.states + 2)
 
@@ -141,9 +139,9 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
                 result.rows += _rows(clock, name, problem, ceiling)
             except torch.cuda.OutOfMemoryError:
                 result.notes.append(f"{name}: does not fit into memory.")
-    listed = "; ".join(f"{name}: {shape}" for name, shape in sizes.shapes.items())
+    shapes = "; ".join(f"{name}: {shape}" for name, shape in sizes.shapes.items())
     rates = {key: getattr(ceiling, key) / 1e9 for key in ("bytes", "functions", "products")}
-    result.notes[:0] = [listed, *(note.format(**rates) for note in NOTES), GPU_NOTE if on_gpu else CPU_NOTE]
+    result.notes[:0] = [shapes, *(note.format(**rates) for note in NOTES), GPU_NOTE if on_gpu else CPU_NOTE]
     return result
 
 
@@ -177,18 +175,18 @@ def _row(clock: Clock, call: Callable[[], object], work: Work, ceiling: Ceilings
 
 
 def warps(registers: int) -> int:
-    """How many a processor has registers for, given the registers per thread, which are handed out eight at a time."""
+    """How many warps a processor has registers for. Registers per thread are allocated in eights."""
     return min(MOST_WARPS, REGISTERS // (-(-registers // 8) * 8 * LANES))
 
 
 def kernels_of(call: Callable[[], object]) -> dict[str, Any]:
-    """The compiled Triton kernels that a call runs, by name; empty where none does."""
+    """The compiled Triton kernels that a call runs, by name; empty without Triton."""
     if not switch.available():
         return {}
     from mambacl.ops.kernels import launch
 
     remembered = launch._compiled
-    launch._compiled = {}  # whatever the call launches is entered again
+    launch._compiled = {}  # the call enters every kernel that it launches
     try:
         call()
         found = launch._compiled

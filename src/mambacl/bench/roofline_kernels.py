@@ -1,4 +1,4 @@
-"""Triton kernels that do one thing only, to see how fast a GPU does it. Imported only where they are used."""
+"""Triton kernels that each do only one thing, to measure how fast a GPU does it. Imported only on use."""
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def"
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def multiply_and_add(out_ptr, factor, term, rounds, UNROLLED: tl.constexpr, BLOCK: tl.constexpr):
-    """x = factor x + term, over and over: the elements of a thread are chains that do not wait for each other."""
+    """x = factor x + term, repeated: the elements of a thread are independent chains."""
     places = tl.arange(0, BLOCK)
     x = places.to(tl.float32) / BLOCK
     for _ in range(rounds):
@@ -18,7 +18,7 @@ def multiply_and_add(out_ptr, factor, term, rounds, UNROLLED: tl.constexpr, BLOC
 
 @triton.jit
 def exponentiate(out_ptr, factor, rounds, UNROLLED: tl.constexpr, BLOCK: tl.constexpr):
-    """x = 2 ** (factor x), over and over, which settles for a factor of about -1."""
+    """x = 2 ** (factor x), repeated; it converges for a factor of about -1."""
     places = tl.arange(0, BLOCK)
     x = places.to(tl.float32) / BLOCK
     for _ in range(rounds):

@@ -1,5 +1,5 @@
-"""Part `run`: a whole run of Mamba-CL, from the files to the last evaluation. `mambacl bench precision`: whether a
-precision loses accuracy beyond the spread of seeds."""
+"""Part `run`: a complete run of Mamba-CL, from the files to the last evaluation. `mambacl bench precision`: whether a
+lower precision costs more accuracy than seeds differ."""
 
 import statistics
 import tempfile
@@ -21,21 +21,21 @@ from mambacl.training.loop import PHASES
 PACKAGED, CIFAR = "demo", "cifar100-10-nano"
 NOTES = (
     "{preset} in {precision}: {tasks} tasks, {images} training images, passes: {passes}. rest: model, data, "
-    "checkpoints, results. images per second: while training.",
+    "checkpoints, results. images per second: during training.",
 )
-GPU_NOTE = "A short run went before it, in which kernels were compiled."
+GPU_NOTE = "A short run before it compiled the kernels."
 SHORT: dict[str, Any] = {"stream": {"tasks": 2, "train_per_class": 50}, "training": {"passes": 1}}
 PRECISIONS = ("float32", "tf32", "bf16")
 PRECISION_NOTES = (
     "One run per precision and seed; finished runs in the folder are not trained again, an interrupted one is "
-    "continued. train s: with or without compiling kernels, as the run found them.",
+    "continued. train s: may include compiling kernels.",
 )
 
 
 def configuration(
     sizes: Sizes, root: Path | None, device: str, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """CIFAR-100 where its files are given, else the images in the package."""
+    """The configuration: CIFAR-100 if `root` has its files, else the packaged images."""
     overrides: dict[str, Any] = {**sizes.run, "device": device, "out": str(folder)}
     for group, values in (changes or {}).items():
         overrides[group] = {**overrides.get(group, {}), **values}
@@ -67,7 +67,7 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
     }
     notes = [note.format(**words, images=trained) for note in NOTES]
     notes += [GPU_NOTE] if clock.device.type == "cuda" else []
-    return Result(f"A whole run on {clock.device.type}", [row], notes)
+    return Result(f"A complete run on {clock.device.type}", [row], notes)
 
 
 def _images(folder: Path) -> int:
@@ -83,7 +83,7 @@ def precision(
     device: str = "auto",
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Shows a table, and returns what the JSON file holds; `root`: the data set's files."""
+    """Shows a table. Returns the contents of the JSON file. `root` has the data set's files."""
     where = pick_device(device)
     check_at_least_one(seeds=seeds)
     check_writable(json_file)

@@ -1,4 +1,4 @@
-"""Part `scan`: the recurrence alone, forward and backward, by each backend, against the bytes that must move."""
+"""Part `scan`: the recurrence alone, forward and backward, by each backend, compared with the bytes that must move."""
 
 import os
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from mambacl.bench.result import Result, Row
 from mambacl.bench.shapes import MAMBA_SSM, MAMBA_SSM_GPU, MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
+from mambacl.data.image_cache import free_bytes
 from mambacl.errors import UserError
 from mambacl.ops import available_backends, scan_tokens
 
@@ -19,19 +20,19 @@ LEFT_OUT = ("size", "floor_forward_ms", "floor_backward_ms")
 NOTES = (
     "floor: u, delta, A, B, C read once and y written once (backward: these and dy read, a gradient of each input "
     "written), at the speed of a copy measured in this run ({speed:.3g} GB/s); inputs, outputs and gradients in the "
-    "inputs' type, A in float32. Small shapes may stay in the cache and beat it.",
-    "over fastest: forward and backward together, against the fastest backend for that shape and type. All compute in "
-    "float32; making it out of bfloat16 is part of the time.",
+    "inputs' type, A in float32. Small shapes can stay in the cache and beat the floor.",
+    "over fastest: forward and backward together, relative to the fastest backend for that shape and type. All compute "
+    "in float32; the time includes the conversion from bfloat16.",
 )
 PLAIN_STEPS = 256  # on a GPU, plain backends are too slow for longer scans
 GPU_NOTES = (
-    "queued: the GPU never waited for Python. alone: forward and backward of a call that is waited for, launches "
-    "included.",
-    f"The plain backends launch several kernels per step: they are timed in float32 and for up to {PLAIN_STEPS} steps.",
+    "queued: the GPU never waited for Python. alone: forward and backward of a single call until its result is ready, "
+    "including launches.",
+    f"The plain backends launch several kernels per step: they are timed only in float32, up to {PLAIN_STEPS} steps.",
 )
 MAMBA_SSM_NOTE = (
-    f"mamba-ssm / ours: recorded times of {MAMBA_SSM}, divided by ours; above 1, ours is faster. Its figures for vim-s "
-    "and language seem to include the gate z, which is outside of this scan."
+    f"mamba-ssm / ours: recorded times of {MAMBA_SSM}, divided by ours; above 1, ours is faster. Its times for vim-s "
+    "and language seem to include the gate z, which this scan does not."
 )
 
 
@@ -68,22 +69,22 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
             result.rows += rows
     on_gpu = clock.device.type == "cuda"
     notes = [*NOTES, *(GPU_NOTES if on_gpu else ())]
-    listed = "; ".join(f"{name}: {shape}" for name, shape in sizes.shapes.items())
-    result.notes[:0] = [listed, *(note.format(speed=speed / 1e9) for note in notes)]
+    shapes = "; ".join(f"{name}: {shape}" for name, shape in sizes.shapes.items())
+    result.notes[:0] = [shapes, *(note.format(speed=speed / 1e9) for note in notes)]
     if any("mamba-ssm_/_ours_forward" in row for row in result.rows):
         result.notes.append(MAMBA_SSM_NOTE)
     return result
 
 
 def worthwhile(backend: str, shape: Shape, dtype: str, device: torch.device) -> bool:
-    """On a GPU, not the plain backends for many steps or again for another type."""
+    """Whether to time a backend: on a GPU, plain backends only for few steps and in float32."""
     return device.type != "cuda" or backend == "triton" or (dtype == "float32" and shape.length <= PLAIN_STEPS)
 
 
 def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed: float, result: Result) -> Row | None:
-    """None where the backend does not serve this device, or memory does not suffice."""
+    """None if the backend does not support this device, or memory does not suffice."""
     free_memory()
-    if backend == "reference" and shape.graph_bytes() > _free_bytes(clock.device) / 2:
+    if backend == "reference" and shape.graph_bytes() > _available_bytes(clock.device) / 2:
         result.notes.append(f"{name}: the graph of the reference does not fit into memory.")
         return None
     scan = Scan(shape.inputs(clock.device, getattr(torch, dtype)), backend)
@@ -121,7 +122,7 @@ def _total(row: Row) -> float:
 
 
 def _compare(row: Row, device: torch.device) -> None:
-    """With mamba-ssm's kernels, where they were timed on this kind of GPU."""
+    """Compares with mamba-ssm's kernels, if they were timed on this kind of GPU."""
     if device.type != "cuda" or MAMBA_SSM_GPU not in torch.cuda.get_device_name(device):
         return
     recorded = MAMBA_SSM_MS.get(str(row["shape"]), {}).get(str(row["inputs"]))
@@ -133,9 +134,9 @@ def _compare(row: Row, device: torch.device) -> None:
         row[f"mamba-ssm_/_ours_{way}"] = theirs / ours
 
 
-def _free_bytes(device: torch.device) -> int:
+def _available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return free_bytes(device)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on every system

@@ -1,8 +1,8 @@
 """`mambacl bench settings`: a training step after consolidated tasks, in plain fine-tuning, `public-code` and `exact`.
 
-The covariances are those of the packaged images, so `energy:0.99` protects as many directions as in a run. Ranks differ
-from task to task; a kernel that is compiled again for them shows in `first steps s`, the seconds of a new optimizer's
-steps until one is recorded: before the first task, and after each.
+The covariances come from the packaged images, so `energy:0.99` protects as many directions as in a run. Ranks differ
+between tasks. If that compiles kernels again, `first steps s` shows it: the seconds of a new optimizer's steps until
+one is recorded, before the first task and after each.
 """
 
 import logging
@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[str, Setting]] = {
 }
 PIXELS, TASKS, COVARIANCE_BATCH, IN_A_ROW = 32, 5, 100, 5
 NOTES = (
-    "The nano model, {batch} images in {precision}, after {tasks} consolidated tasks; all take their steps in turn. "
+    "The nano model with {batch} images in {precision}, after {tasks} consolidated tasks; all settings take turns. "
     "first steps s: until a step is recorded, before the first task and after each.",
 )
 
@@ -48,11 +48,11 @@ def settings(
     images: int = 500,
     json_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Shows a table, and returns what the JSON file holds; `images`: per task, for the covariances."""
+    """Shows a table. Returns the contents of the JSON file. `images`: per task, for the covariances."""
     where = pick_device(device)
     check_at_least_one(batch=batch, images=images)
     if not 1 <= tasks <= TASKS:
-        raise UserError(f"--tasks must be from 1 to {TASKS}, got {tasks}.")
+        raise UserError(f"--tasks must be between 1 and {TASKS}, got {tasks}.")
     check_writable(json_file)
     logger.setLevel(logging.WARNING)
     result = measure(Clock(where, 50, 5.0), batch, precision, tasks, images)
@@ -85,7 +85,7 @@ def measure(clock: Clock, batch: int, precision: str, tasks: int, images: int) -
 
 
 class Stepper:
-    """Steps of a method on the same images, with a new optimizer for each task."""
+    """Takes steps of a method on the same images, with a new optimizer per task."""
 
     def __init__(self, clock: Clock, method: str, setting: Setting, bf16: bool, batch: int) -> None:
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ class Shape:
     groups: int = 1
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """u, delta (b, l, d), A (d, n), in float32 always, B, C (b, l, g, n); steps as in a trained model."""
+        """u, delta (b, l, d), A (d, n), always in float32, B, C (b, l, g, n); steps as in a trained model."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -28,8 +28,8 @@ class Shape:
         return [tensor.requires_grad_() for tensor in made]
 
     def floor_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Forward and backward: u, delta, A, B, C read and y written; the same and dy read, a gradient of each input
-        written. The last state and what a forward keeps for its backward do not count."""
+        """The least bytes of a forward (u, delta, A, B, C read, y written) and a backward (the same and dy read, a
+        gradient of each input written), without the last state and what the forward keeps for the backward."""
         tokens = self.batch * self.length * self.channels * itemsize
         matrices = self.batch * self.length * self.groups * self.states * itemsize
         inputs = 2 * tokens + 2 * matrices + 4 * self.channels * self.states
@@ -46,8 +46,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """u, delta, z (b, d, l); A (d, n); B, C (b, n, l), or (b, g, n, l) where there are groups, which have no z as in
-    VMamba; D, delta_bias (d,). A, D and delta_bias are float32 whatever the type of the others, as models keep them."""
+    """u, delta, z (b, d, l); A (d, n); B, C (b, n, l), or (b, g, n, l) with groups, which have no z, as in VMamba;
+    D, delta_bias (d,). A, D and delta_bias are always float32, as in models."""
 
     shape: Shape
     inputs: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""How large each part of the bench is: the paper's sizes on a GPU, nano ones on the CPU."""
+"""The sizes of each part of the bench: the paper's on a GPU, nano's on the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +14,13 @@ ONE_BLOCK = {"depth": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """A model with random weights, at a size."""
+    """A model with random weights, and its input sizes."""
 
     model: str
     batches: tuple[int, ...] = ()
-    """batch sizes: the first that fits into memory, or each of them, as the part says"""
+    """batch sizes: a part uses the first that fits into memory, or all of them"""
     pixels: int | None = None
-    """its own if None"""
+    """image size; the model's if None"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -30,17 +30,17 @@ class Sizes:
     inputs: tuple[str, ...]
     """types of the scan's inputs"""
     precisions: tuple[str, ...]
-    """of a block, a step and inference: float32, tf32, bf16"""
+    """precisions of a block, a step and inference: float32, tf32, bf16"""
     block: tuple[Case, ...]
     step: tuple[Case, ...]
     nullspace: tuple[Case, ...]
     inference: tuple[Case, ...]
     run: Mapping[str, Any]
-    """changes to the preset that is trained"""
+    """changes to the preset of the part run"""
     copy_bytes: int
     repeats: int
     budget: float
-    """seconds for a figure, about"""
+    """approximate seconds per measurement"""
 
 
 CPU = Sizes(

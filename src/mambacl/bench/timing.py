@@ -1,9 +1,8 @@
-"""How long a call takes, and how fast this machine copies memory.
+"""Measures how long a call takes, and how fast this machine copies memory.
 
-On a GPU, two questions differ. `on_device`: how long the GPU works. Calls are queued behind a short sleep of the GPU,
-so that Python's own time for launching them is over before the first begins. `wall`: how long until a caller who waits
-has the result. On the CPU they are one. Every figure is the median of several repeats, after a warm-up in which kernels
-are compiled.
+On a GPU, there are two times. `on_device`: how long the GPU works. Calls are queued behind a short sleep of the GPU, so
+that Python has launched them before the first begins. `wall`: how long a caller waits for the result. On the CPU, both
+are the same. Every time is the median of several repeats, after a warm-up that compiles kernels.
 """
 
 import statistics
@@ -13,37 +12,37 @@ from dataclasses import dataclass
 
 import torch
 
-MOST_CALLS = 20  # queued at once: a GPU takes about a thousand launches before its queue is full
-BATCH_SECONDS = 0.02  # as many calls as fill this, if they are short
-CYCLES = 2e9  # of a GPU per second, about
+MOST_CALLS = 20  # queued at once: a GPU's queue holds about a thousand launches
+BATCH_SECONDS = 0.02  # short calls are timed in batches of about this length
+CYCLES = 2e9  # approximate cycles of a GPU per second
 LONGEST_SLEEP = 0.25  # calls that take longer to launch cannot be queued
-ROW_SECONDS = 1.0  # of calls before they are waited for
-FEWEST = 3  # repeats, however long they take
+ROW_SECONDS = 1.0  # at most, of calls in a row before waiting for them
+FEWEST = 3  # repeats, even if they take long
 
 
 @dataclass(frozen=True)
 class Timing:
     seconds: float
     alone: float
-    """seconds until a caller who waits for each call has the result"""
+    """seconds of a single call until its result is ready"""
     queued: bool
-    """whether all calls waited for the GPU; if not, it waited for Python now and then"""
+    """whether all calls waited for the GPU; if not, the GPU sometimes waited for Python"""
 
 
 @dataclass(frozen=True)
 class Clock:
     device: torch.device
     repeats: int = 15
-    """at most"""
+    """maximum number of repeats"""
     budget: float = 1.5
-    """seconds for a figure, about; a slow call gets fewer repeats"""
+    """approximate seconds per measurement; a slow call gets fewer repeats"""
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def once(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Seconds per call, of several calls in a row."""
+        """Seconds per call, for several calls in a row."""
         self.synchronize()
         started = time.perf_counter()
         for _ in range(calls):
@@ -57,8 +56,8 @@ class Clock:
         return statistics.median([first, *(self.once(call, calls) for _ in range(self.more(first * calls)))])
 
     def in_turn(self, calls: Mapping[str, Callable[[], object]], most_in_a_row: int = 1) -> dict[str, float]:
-        """Wall times of several, each in every round, so that a busy moment of the machine hits all of them; short ones
-        in a row before they are waited for."""
+        """Wall times of several calls. All are in every round, so that a busy moment affects all of them. Short ones
+        run several times in a row before waiting for them."""
         for call in calls.values():
             self.once(call)
         first = {name: self.once(call) for name, call in calls.items()}
@@ -76,8 +75,8 @@ class Clock:
         return Timing(statistics.median(seconds for seconds, _ in batches), alone, all(ahead for _, ahead in batches))
 
     def in_rounds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-        """Seconds per call of each, one figure per round. All take part in every round, so that a busy moment of the
-        machine hits all of them. On a GPU it is the GPU's own time, as in `on_device`."""
+        """Seconds per call in each round. All calls are in every round, so that a busy moment affects all of them. On a
+        GPU it is the GPU's time, as in `on_device`."""
         plans = {name: self._batch(call) for name, call in calls.items()}
         rounds = 1 + self.more(sum(alone * count + sleep for count, sleep, alone in plans.values()))
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -89,8 +88,8 @@ class Clock:
         return times
 
     def _batch(self, call: Callable[[], object]) -> tuple[int, float, float]:
-        """How many calls are timed at once, how long the GPU sleeps before them, and the seconds of one call that is
-        waited for. Short calls are timed several at once."""
+        """How many calls to time at once (several if they are short), how long the GPU sleeps before them, and the
+        seconds of a single call."""
         self.once(call)
         alone = statistics.median(self.once(call) for _ in range(FEWEST))
         calls = max(1, min(MOST_CALLS, int(BATCH_SECONDS / alone)))
@@ -100,11 +99,11 @@ class Clock:
         call()
         launching = time.perf_counter() - started
         while calls > 1 and not self._queued(call, calls, _sleep(launching * calls))[1]:
-            calls //= 2  # its launches have filled the queue
+            calls //= 2  # the launches have filled the queue
         return calls, _sleep(launching * calls), alone
 
     def _queued(self, call: Callable[[], object], calls: int, sleep: float) -> tuple[float, bool]:
-        """Seconds of a call by the GPU's own clock, and whether all of them waited for it."""
+        """Seconds per call by the GPU's clock, and whether all calls waited for the GPU."""
         self.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(self.device):
@@ -118,12 +117,12 @@ class Clock:
         return begin.elapsed_time(end) / 1e3 / calls, ahead
 
     def more(self, seconds: float) -> int:
-        """Repeats after the first, for a repeat that takes so long."""
+        """The number of repeats after the first, if each takes `seconds`."""
         return max(FEWEST, min(self.repeats, int(self.budget / max(seconds, 1e-9)))) - 1
 
 
 def _sleep(launching: float) -> float:
-    """Seconds for the GPU to sleep while so much launching is done."""
+    """How long the GPU must sleep while launching takes `launching` seconds."""
     wanted = 1e-3 + 2 * launching
     return wanted if wanted <= LONGEST_SLEEP else 1e-3
 

@@ -10,23 +10,23 @@ from mambacl.errors import UserError
 from mambacl.options import at_least
 
 
-def _parts() -> str:  # PyTorch is loaded for the names
+def _parts() -> str:  # a function, because the names need PyTorch
     from mambacl.bench import PARTS
 
-    return "; ".join(f"{name}: {sentence}" for name, sentence in PARTS.items()) + "; all if none is named"
+    return "; ".join(f"{name}: {sentence}" for name, sentence in PARTS.items()) + "; default: all"
 
 
 def _shapes() -> str:
     from mambacl.bench import SHAPES
 
-    return f"scans to time: {', '.join(SHAPES)}; those that suit the device if left out"
+    return f"scans to time: {', '.join(SHAPES)}; default: those that suit the device"
 
 
 Where = Annotated[Device, "auto, cpu, cuda or cuda:N"]
 Shapes = Annotated[tuple[str, ...], _shapes]
-Seeds = Annotated[int, "how many seeds", at_least(1)]
-Json = Annotated[Path | None, "also write the figures there, with machine and date"]
-BY_THEMSELVES = ("against", "settings", "precision", "busy", "relaxation")
+Seeds = Annotated[int, "number of seeds", at_least(1)]
+Json = Annotated[Path | None, "also write the results to this file, with machine and date"]
+SEPARATE = ("against", "settings", "precision", "busy", "relaxation")
 
 
 def bench(
@@ -34,15 +34,15 @@ def bench(
     device: Where = "auto",
     json: Json = None,
     shape: Shapes = (),
-    quick: Annotated[bool, "fewer sizes and repeats, to see that all is well"] = False,
+    quick: Annotated[bool, "fewer sizes and repeats, to check that everything works"] = False,
     root: Annotated[Path | None, "folder with CIFAR-100's files, for the part run"] = None,
 ) -> int:
-    """measure how fast this machine is, part by part: `mambacl bench scan step --device cpu`
+    """measure the speed of this machine, part by part: `mambacl bench scan step --device cpu`
 
-    Times the parts at sizes that suit the device. Ratios are taken within one run."""
+    Times the parts at sizes that suit the device. Ratios are computed within one run."""
     for name in part:
-        if name in BY_THEMSELVES:
-            raise UserError(f"`{name}` goes by itself, before its options: mambacl bench {name} --help says which.")
+        if name in SEPARATE:
+            raise UserError(f"`{name}` is a separate command: see `mambacl bench {name} --help`.")
 
     from mambacl.bench import bench as run_bench
 
@@ -55,14 +55,14 @@ def bench_against(
     device: Where = "auto",
     shape: Shapes = (),
     threads: Annotated[int, "threads on the CPU", at_least(1)] = 1,
-    rounds: Annotated[int, "most rounds per shape", at_least(1)] = 15,
+    rounds: Annotated[int, "maximum number of rounds per shape", at_least(1)] = 15,
     json: Json = None,
-    commit: Annotated[str | None, "recorded in the JSON where the package does not run from a git checkout"] = None,
+    commit: Annotated[str | None, "commit to record in the JSON if the package is not in a git checkout"] = None,
 ) -> int:
-    """time the scan beside other implementations, after a check that they agree
+    """compare the scan with other implementations, after checking that they agree
 
-    Times the selective scan and whatever other implementations are installed, in one process and in turn. Install them
-    with pip install 'mambacl[bench]'."""
+    Times the selective scan and all other installed implementations in turn, in one process. Install them with
+    pip install 'mambacl[bench]'."""
     from mambacl.bench.against import against
 
     against(device, shape, json, threads, rounds, commit)
@@ -73,14 +73,14 @@ def bench_settings(
     *,
     device: Where = "auto",
     batch: Annotated[int, "images per step", at_least(1)] = 200,
-    precision: Annotated[Literal["float32", "tf32", "bf16"], "of the step"] = "bf16",
-    tasks: Annotated[int, "tasks that are consolidated first, up to 5", at_least(1)] = 3,
+    precision: Annotated[Literal["float32", "tf32", "bf16"], "precision of the step"] = "bf16",
+    tasks: Annotated[int, "tasks to consolidate first, at most 5", at_least(1)] = 3,
     images: Annotated[int, "images per task, for the covariances", at_least(1)] = 500,
     json: Json = None,
 ) -> int:
-    """time a training step after consolidated tasks, by setting: sequential, public-code, exact
+    """time a training step after some consolidated tasks in each setting: sequential, public-code, exact
 
-    Covariances come from the packaged images, so that ranks are those of a run."""
+    Covariances come from the packaged images, so that ranks are realistic."""
     from mambacl.bench.settings import settings
 
     settings(device, batch, precision, tasks, images, json)
@@ -91,12 +91,12 @@ def bench_precision(
     *,
     preset: Annotated[str, "what to train"] = "cifar100-10-nano",
     root: Annotated[Path | None, "folder with the data set's files"] = None,
-    out: Annotated[Path, "folder of the runs"] = Path("runs/precision"),
+    out: Annotated[Path, "folder for the runs"] = Path("runs/precision"),
     seeds: Seeds = 3,
     device: Where = "auto",
     json: Json = None,
 ) -> int:
-    """compare whole runs in float32, tf32 and bf16 over several seeds: accuracy, forgetting, seconds
+    """compare complete runs in float32, tf32 and bf16 over several seeds: accuracy, forgetting, seconds
 
     Finished runs in the folder are not trained again."""
     from mambacl.bench.runs import precision
@@ -107,13 +107,13 @@ def bench_precision(
 
 def bench_busy(
     *,
-    long: Annotated[bool, "more ways of waiting, more rounds: about five minutes"] = False,
-    others: Annotated[int, "programs beside it, each with a thread per core", at_least(1)] = 1,
+    long: Annotated[bool, "more ways of waiting and more rounds: about five minutes"] = False,
+    others: Annotated[int, "other programs, each with one thread per core", at_least(1)] = 1,
     json: Json = None,
 ) -> int:
-    """time a training step on the CPU beside other programs, by how OpenMP's threads wait
+    """time a training step on a shared CPU for each way in which OpenMP's threads can wait
 
-    About a minute on two cores."""
+    Takes about a minute on two cores."""
     from mambacl.bench.busy import busy
 
     busy(long, others, json)
@@ -128,9 +128,9 @@ def bench_relaxation(
     lr: Annotated[float, "learning rate"] = 2e-3,
     json: Json = None,
 ) -> int:
-    """measure what letting A move gains, at equal drift of the old features
+    """measure what training A gains, at equal drift of the old features
 
-    docs/exact.md explains it. About 4 minutes on two cores, one on an H200."""
+    docs/exact.md explains it. Takes about 4 minutes on two cores, one on an H200."""
     from mambacl.bench.relaxation import relaxation
 
     relaxation(device, seeds, passes, lr, json)

@@ -1,8 +1,8 @@
-"""A command is a typed function, and this file reads its words from the command line.
+"""A command is a typed function; this file reads its arguments from the command line.
 
-Its parameters are words to give in order, its keyword-only parameters are options, a bool is a flag, a list an option
-that may be repeated, a tuple one that takes several words. `**overrides` takes any option of a run, as a nested
-mapping. Types, constraints and help texts are the parameters' hints: see `mambacl.options`.
+Its positional parameters are words in order, its keyword-only parameters are options. A bool is a flag, a list is an
+option that can be repeated, a tuple is an option with several values. `**overrides` takes any option of a run, as a
+nested mapping. Type hints define types, constraints and help texts: see `mambacl.options`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Command:
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Any, Option]]:
-        """How each parameter is given, and what it takes."""
+        """The kind of each parameter, and what it takes."""
         hints = get_type_hints(self.function, include_extras=True)
         made = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
@@ -48,12 +48,12 @@ class Command:
 
     @property
     def rest(self) -> Option | None:
-        """What takes any number of further words."""
+        """The parameter that takes any number of further words."""
         return next(iter(self.of_kind(inspect.Parameter.VAR_POSITIONAL)), None)
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """Its own, as typed: --batch-size."""
+        """The command's own options, as typed: --batch-size."""
         return {_typed(option): option for option in self.of_kind(inspect.Parameter.KEYWORD_ONLY)}
 
     @property
@@ -69,16 +69,11 @@ class Command:
         return f"See `mambacl {self.name} --help`."
 
     def __call__(self, arguments: Sequence[str]) -> int:
-        if any(word in ("-h", "--help") for word in arguments):
-            from mambacl.cli.help import command_help
-
-            print(command_help(self, arguments))
-            return 0
         words, given, overrides = self.read(arguments)
         return self.function(*self._placed(words), **given, **overrides)
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-        """The words without an option, the command's options by parameter, and those of the run as a nested mapping."""
+        """The positional words, the command's options by parameter, and the run's options as a nested mapping."""
         words: list[str] = []
         given: dict[str, Any] = {}
         overrides: dict[str, Any] = {}
@@ -98,7 +93,7 @@ class Command:
                 overrides[key] = option.check(value, key, from_text=True)
             elif own.kind is bool:
                 if equals:
-                    raise UserError(f"{typed} takes no value: leave '={value}' out. {self.see}")
+                    raise UserError(f"{typed} takes no value: remove '={value}'. {self.see}")
                 given[names[_typed(own)]] = True
             else:
                 name, value = names[_typed(own)], value if equals else self._next(typed, own, left)
@@ -123,7 +118,7 @@ class Command:
         return (*(before or ()), *made) if get_origin(option.kind) is tuple else [*(before or ()), *made]
 
     def _run_option(self, typed: str) -> str:
-        """The dotted name of an option of the run. --audit-images is --audit_images: both are usual."""
+        """The dotted name of an option of the run. --audit-images and --audit_images are the same."""
         known = dict(run_options()) if self.takes_run_options else {}
         name = typed.lstrip("-")
         key = name.replace("-", "_")
@@ -135,12 +130,12 @@ class Command:
         while typed.startswith("--") and "." in group:
             group = group.rpartition(".")[0]
             if group in known and is_mapping(known[group].kind):
-                return group + name[len(group) :]  # of any name
+                return group + name[len(group) :]  # such a group takes any name
         others = [option.removeprefix("--") for option in self.options] + list(known)
         raise UserError(f"There is no option '{typed}'.{suggestion(name, others, '--')} {self.see}")
 
     def _placed(self, words: list[str]) -> list[Any]:
-        """The words in the types of the parameters that take them."""
+        """The positional words, converted to the types of their parameters."""
         placed = []
         for option in self.positionals:
             if words:
@@ -161,7 +156,7 @@ def _typed(option: Option) -> str:
 
 
 def _element(kind: Any) -> Any:
-    """What a list or tuple holds."""
+    """The type of a list's or tuple's elements; None for other types."""
     for member in (kind, *get_args(kind)):
         if get_origin(member) in (list, tuple):
             return get_args(member)[0]

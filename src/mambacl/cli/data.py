@@ -16,47 +16,47 @@ from mambacl.scenarios import Scenario
 if TYPE_CHECKING:
     from mambacl.data import DataSet, Domains, StreamConfig
 
-Name = Annotated[str, "a data set; `mambacl data list` names them"]
-Root = Annotated[str | None, "folder with the data set's files; of 'manifest' the file"]
+Name = Annotated[str, "a data set; `mambacl data list` lists them"]
+Root = Annotated[str | None, "folder with the data set's files; for 'manifest', the file"]
 Tasks = Annotated[str | None, "number of tasks, sizes such as 50,10,10, or own"]
 FirstTask = Annotated[int | None, "classes in the first task"]
 Order = Annotated[str | None, "natural, pilot, mamba-cl, coda-prompt or a file"]
 OrderSeed = Annotated[int | None, "seed of that order"]
-InScenario = Annotated[Scenario | None, "domain: every domain is a task"]
+InScenario = Annotated[Scenario | None, "domain: each domain is a task"]
 
 
 def data_list() -> int:
-    """list the data sets, their sizes, and what their root holds"""
+    """list the data sets, their sizes and the files in their root"""
     from mambacl.data import DATASETS, SOURCES
 
     print(f"{'name':20} {'classes':>7} {'training':>9} {'test':>8}  what it is")
     for name in DATASETS.names():
         source = SOURCES.get(name)
         texts = [f"{count:,}" for count in source.counts] if source and source.counts else [""] * 3
-        print(f"{name:20} {texts[0]:>7} {texts[1]:>9} {texts[2]:>8}  {source.summary if source else 'of a plug-in'}")
+        print(f"{name:20} {texts[0]:>7} {texts[1]:>9} {texts[2]:>8}  {source.summary if source else 'from a plug-in'}")
         if source:
             print(f"{'':48}root: {source.layout}")
-    print("\n`mambacl data prepare NAME --root DIR` fetches or unpacks one; `mambacl data check` reads it.")
+    print("\n`mambacl data prepare NAME --root DIR` downloads and unpacks one; `mambacl data check` checks it.")
     return 0
 
 
 def data_prepare(
     name: Name,
     *,
-    root: Annotated[str | None, "the folder; made where it is missing"] = None,
-    source: Annotated[list[str] | None, "an archive, a folder of them, or another address; may be repeated"] = None,
-    lists: Annotated[str | None, "a folder with the public split lists"] = None,
+    root: Annotated[str | None, "folder for the data set; created if missing"] = None,
+    source: Annotated[list[str] | None, "an archive, a folder of them, or another URL; can be repeated"] = None,
+    lists: Annotated[str | None, "folder with the public split lists"] = None,
 ) -> int:
-    """make a folder hold a public data set; the same command again continues"""
+    """download and unpack a public data set; repeat the command to continue"""
     if root is None:
-        raise UserError("Say where the data set goes: --root DIR.")
+        raise UserError("Name the folder for the data set: --root DIR.")
     from mambacl.data.preparing import missing, prepare
 
     dataset = prepare(name, root, source or [], lists, lambda line: print(line, flush=True))
     print(f"{len(dataset.class_names):,} classes, {len(dataset.train.labels):,} training and "
-          f"{len(dataset.test.labels):,} test images lie in {root}.")  # fmt: skip
+          f"{len(dataset.test.labels):,} test images are in {root}.")  # fmt: skip
     if absent := missing(dataset):
-        print(f"{absent:,} of the images are missing: `mambacl data check {name} --root {root}` names them.")
+        print(f"{absent:,} images are missing: `mambacl data check {name} --root {root}` lists them.")
         return 1
     print(f"Next: mambacl data check {name} --root {root}")
     return 0
@@ -66,16 +66,16 @@ def data_check(
     name: Name,
     *,
     root: Root = None,
-    limit: Annotated[int, "names shown of each finding", at_least(0)] = 10,
+    limit: Annotated[int, "number of names to show per finding", at_least(0)] = 10,
     classes: Annotated[bool, "show the counts of every class"] = False,
-    json_: Annotated[Path | None, "also write everything found there"] = None,
+    json_: Annotated[Path | None, "also write all findings to this file"] = None,
     tasks: Tasks = None,
     first_task: FirstTask = None,
     order: Order = None,
     order_seed: OrderSeed = None,
     scenario: InScenario = None,
 ) -> int:
-    """read every image; count, find what is missing, damaged or there twice"""
+    """read and count all images; find missing, damaged and duplicate ones"""
     from mambacl.data import DATASETS, check_dataset
     from mambacl.data.checking import Finding
     from mambacl.data.preparing import not_public
@@ -84,14 +84,14 @@ def data_check(
     config = _changed(None, root, tasks, first_task, order, order_seed, scenario)
     named = config.own_tasks or tasks or config.by_domain
     if not named and (order, order_seed, first_task) != (None, None, None):
-        raise UserError("--order, --order-seed and --first-task say which classes a task has: add --tasks.")
+        raise UserError("--order, --order-seed and --first-task need tasks: add --tasks.")
     classes_of, domains = _tasks(dataset, config) if named else (None, None)
     if domains is not None:
         dataset, classes_of = dataclasses.replace(dataset, tasks=None, domains=domains), None
     report = check_dataset(dataset, name, classes_of)
     if root is not None and (changed := not_public(name, root)):
-        what = f"{len(changed)} of the files {'is' if len(changed) == 1 else 'are'} not those of the public data set"
-        report.findings.append(Finding(what, "move them away and prepare it again", changed))
+        what = f"{len(changed)} {'file differs' if len(changed) == 1 else 'files differ'} from the public data set"
+        report.findings.append(Finding(what, "move them away and prepare the data set again", changed))
     print("\n".join(report.lines(limit, classes)))
     if json_ is not None:
         content = {
@@ -101,7 +101,7 @@ def data_check(
             "findings": [dataclasses.asdict(finding) for finding in report.findings],
         }  # fmt: skip
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        json_.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name that is no Unicode as \\udcXX
+        json_.write_text(text, encoding="utf-8", errors="backslashreplace")  # names that are not Unicode become \\udcXX
     return 0 if report.complete else 1
 
 
@@ -109,8 +109,8 @@ def data_show(
     stream: Annotated[str, "a data set, a preset, a YAML file or a run folder"],
     *,
     root: Root = None,
-    out: Annotated[Path | None, "the PNG; NAME-tasks.png here if left out"] = None,
-    images: Annotated[int, "sample images of each task", between(1, 100)] = 8,
+    out: Annotated[Path | None, "the PNG to write; default: NAME-tasks.png in this folder"] = None,
+    images: Annotated[int, "sample images per task", between(1, 100)] = 8,
     skip_bad: Annotated[bool, "leave out images that cannot be read"] = False,
     tasks: Tasks = None,
     first_task: FirstTask = None,
@@ -118,7 +118,7 @@ def data_show(
     order_seed: OrderSeed = None,
     scenario: InScenario = None,
 ) -> int:
-    """print the tasks of a stream, its classes and counts, and draw images of each in a PNG"""
+    """print the tasks of a stream with classes and counts, and draw some of their images in a PNG"""
     from mambacl.data import open_data
     from mambacl.data.preview import preview_tasks
     from mambacl.scenarios import SCENARIOS
@@ -128,8 +128,8 @@ def data_show(
     dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or skip_bad))
     classes_of, domains = _tasks(dataset, config)
     picture, lines = preview_tasks(dataset, classes_of, images, domains)
-    those = f"{len(classes_of):,} tasks" if domains is None else f"each of {len(classes_of):,} domains"
-    print(f"{dataset.name}: {len(dataset.class_names):,} classes in {those}")
+    parts = f"{len(classes_of):,} tasks" if domains is None else f"each of {len(classes_of):,} domains"
+    print(f"{dataset.name}: {len(dataset.class_names):,} classes in {parts}")
     print("\n".join(lines))
     print(f"Evaluation is {config.scenario}-incremental: the model {SCENARIOS[config.scenario]}.")
     path = out or Path(f"{name}-tasks.png")
@@ -139,7 +139,7 @@ def data_show(
 
 
 def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Domains | None]:
-    """The classes of each task, and the domains where these are the tasks."""
+    """The classes of each task, and the domains if these are the tasks."""
     from mambacl.data import domains_in_order, tasks_of
 
     if config.by_domain:
@@ -150,7 +150,7 @@ def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Dom
 
 
 def _named(word: str) -> tuple[str, StreamConfig]:
-    """A stream by the name of a data set or preset, or by the path of a YAML file or run."""
+    """A stream, from the name of a data set or preset, or the path of a YAML file or run folder."""
     from mambacl.config import preset_names, resolve
     from mambacl.data import DATASETS, StreamConfig
     from mambacl.training.folder import RunFolder

@@ -1,4 +1,4 @@
-"""The help of a command, and of a group of a run's options: `mambacl train --help training`."""
+"""Prints the help of a command, or of a group of a run's options: `mambacl train --help training`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def width() -> int:
 
 
 def wrap(text: str, indent: str = "", further: str | None = None, taken: int = 0) -> list[str]:
-    """Lines of a paragraph; `taken` columns are left free."""
+    """Wraps a paragraph; leaves `taken` columns free."""
     wide = TextWrapper(width() - taken, initial_indent=indent, subsequent_indent=further or indent)
     wide.break_on_hyphens = False
     return wide.wrap(" ".join(text.split()))
 
 
-def command_help(command: Command, arguments: Sequence[str]) -> str:
+def command_help(command: Command, arguments: Sequence[str], below: Sequence[Command] = ()) -> str:
+    """`below` are the commands whose names begin with this command's, such as `bench against`."""
     place = next(place for place, word in enumerate(arguments) if word in ("-h", "--help"))
     topic = arguments[place + 1] if len(arguments) > place + 1 else ""
     if command.takes_run_options and topic and not topic.startswith("-"):
@@ -54,28 +55,20 @@ def command_help(command: Command, arguments: Sequence[str]) -> str:
     for typed, option in command.options.items():
         shown = _default(option.default) if option.default or (option.default == 0 and option.kind is not bool) else ""
         lines += _row(f"{typed} {_placeholder(option.kind)}".rstrip(), option.text + shown)
-    lines += _below(command)
+    if below:
+        lines += ["", "Commands with other options:", *(line for c in below for line in _row(c.name, c.summary))]
     if command.name == "train":
         lines += [
             "",
-            "Options of the run, by group; `mambacl train --help GROUP` lists one, `--help all` all:",
+            "Options of the run, by group (`mambacl train --help GROUP` lists one, `--help all` lists all):",
             *_groups(),
         ]
     return "\n".join(lines).rstrip()
 
 
-def _below(command: Command) -> list[str]:
-    """The commands that begin with the name of this one, such as `bench against`."""
-    from mambacl.cli import COMMANDS
-
-    below = [other for name, other in COMMANDS.items() if name.startswith(f"{command.name} ")]
-    rows = [line for other in below for line in _row(other.name, other.summary)]
-    return ["", "Commands with other options:", *rows] if below else []
-
-
 def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
-    """The options of a group, each with its type, default and sentence. `arguments` may name the method or model whose
-    options are asked for."""
+    """The options of a group, each with its type, default and meaning. For a method's or model's options, `arguments`
+    can name the method or model."""
     from mambacl.config import RunConfig
 
     known = run_options()
@@ -87,7 +80,7 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
             [*(group_help(group) for group in groups), _mapping("options"), _mapping("backbone_options")]
         )
     if topic == RUN:
-        return "\n".join([f"{RUN}: what belongs to no other group.", *_listed(RunConfig(), "")])
+        return "\n".join([f"{RUN}: options outside the other groups.", *_option_lines(RunConfig(), "")])
     if topic in known and not is_group(known[topic].kind):
         group, _, name = topic.rpartition(".")
         owner = known[group].kind if group else RunConfig
@@ -98,7 +91,7 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
     value: Any = RunConfig()
     for part in topic.split("."):
         value = getattr(value, part)
-    lines = [f"{topic}: {_summary(kind)}.", *_listed(value, f"{topic}.")]
+    lines = [f"{topic}: {_summary(kind)}.", *_option_lines(value, f"{topic}.")]
     inner = [name for name, option in options_of(kind).items() if is_group(option.kind)]
     if inner:
         lines += ["", *wrap(f"Groups inside it: {', '.join(f'{topic}.{name}' for name in inner)}.")]
@@ -106,14 +99,14 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
 
 
 def _foreign(topic: str, arguments: Sequence[str]) -> str:
-    """The options of methods or models, which PyTorch must be loaded for."""
+    """The options of methods, classifiers or models, which need PyTorch."""
     lines = [_mapping(topic)]
     if topic in OWNERS:
         option, owners = OWNERS[topic]
         named = dict(pairwise(part for word in arguments for part in word.split("=", 1)))
         for name, value in owners(named.get(option)).items():
-            listed = list(_listed(value, f"{topic}.", inner=True))
-            lines += ["", f"{name}:" + ("" if listed else " none"), *listed]
+            rows = list(_option_lines(value, f"{topic}.", inner=True))
+            lines += ["", f"{name}:" + ("" if rows else " none"), *rows]
     return "\n".join(lines)
 
 
@@ -142,7 +135,7 @@ OWNERS: dict[str, tuple[str, Callable[[str | None], dict[str, Any]]]] = {
     "classifier_options": ("--classifier", _classifiers),
     "backbone_options": ("--backbone", _models),
 }
-"""for each mapping of options, the option that says whose they are, and the defaults by owner"""
+"""for each mapping of options: the option that names their owner, and a function that returns the owners' defaults"""
 
 
 def _mapping(topic: str) -> str:
@@ -150,15 +143,15 @@ def _mapping(topic: str) -> str:
     return "\n".join(wrap(f"{topic}: {_sentence(topic)}{where}."))
 
 
-def _listed(value: Any, group: str, inner: bool = False) -> Iterator[str]:
-    """The options that a dataclass holds, which are the defaults, and with `inner` those of groups inside it."""
-    said = sentences_of(type(value))
+def _option_lines(value: Any, group: str, inner: bool = False) -> Iterator[str]:
+    """The options of a dataclass, whose values are the defaults; `inner` adds the options of groups inside it."""
+    sentences = sentences_of(type(value))
     for name, option in options_of(type(value)).items():
         if not is_group(option.kind):
             option = dataclasses.replace(option, default=getattr(value, name))
-            yield from _option(group + name, option, said.get(name, ""))
+            yield from _option(group + name, option, sentences.get(name, ""))
         elif inner:
-            yield from _listed(getattr(value, name), f"{group}{name}.", inner)
+            yield from _option_lines(getattr(value, name), f"{group}{name}.", inner)
 
 
 def _option(name: str, option: Option, sentence: str) -> Iterator[str]:
@@ -169,7 +162,7 @@ def _option(name: str, option: Option, sentence: str) -> Iterator[str]:
 
 
 def _groups() -> list[str]:
-    """One line per group; those of one kind inside another, as the kinds of parameters are, share a line."""
+    """One line per group; groups of the same type, such as those of the kinds of parameters, share a line."""
     from mambacl.config import preset_names
 
     lines, seen = _row(RUN, _sentence_of_run()), set()
@@ -182,7 +175,7 @@ def _groups() -> list[str]:
             lines += _row(name, summary[0].lower() + summary[1:] + also)
         elif name in _mappings():
             lines += _row(name, _sentence(name))
-    return [*lines, "", *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]
+    return [*lines, *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]  # all within 24 lines
 
 
 def _group_names() -> list[str]:

@@ -15,23 +15,23 @@ from mambacl.registry import did_you_mean
 def plan(
     backbone: Annotated[str, "a model (`mambacl models` lists them) or a preset"],
     *,
-    image_size: Annotated[int | None, "pixels; the preset's or the model's own if left out", at_least(1)] = None,
-    setting: Annotated[str | None, f"{', '.join(SETTINGS)}; the preset's, or paper, if left out"] = None,
-    tasks: Annotated[int | None, "consolidations, for --keep-tasks and the total time", at_least(1)] = None,
+    image_size: Annotated[int | None, "pixels; default: the preset's or the model's", at_least(1)] = None,
+    setting: Annotated[str | None, f"{', '.join(SETTINGS)}; default: the preset's, or paper"] = None,
+    tasks: Annotated[int | None, "number of tasks, for --keep-tasks and the total time", at_least(1)] = None,
     protected: Annotated[
-        float, "share of directions assumed to be protected", Must("lie between 0 and 1", lambda share: 0 <= share <= 1)
+        float, "share of directions assumed to be protected", Must("be between 0 and 1", lambda share: 0 <= share <= 1)
     ] = 0.1,
     storage: Annotated[str | None, "precision of the projectors: float32, bfloat16, ..."] = None,
-    covariances: Annotated[str | None, "where they are kept: device, cpu, disk"] = None,
-    layers: Annotated[Literal["ssm", "all"] | None, "the selective SSMs, or every layer"] = None,
-    keep_tasks: Annotated[bool, "keep each task's covariances apart"] = False,
+    covariances: Annotated[str | None, "where to keep them: device, cpu, disk"] = None,
+    layers: Annotated[Literal["ssm", "all"] | None, "protect the selective SSMs, or every layer"] = None,
+    keep_tasks: Annotated[bool, "keep the covariances of each task separately"] = False,
     blocks: Annotated[int | None, "only the first N blocks", at_least(1)] = None,
     device: Annotated[Device, "where it will run: cpu, cuda"] = "auto",
-    no_calibration: Annotated[bool, "leave the time out"] = False,
+    no_calibration: Annotated[bool, "do not measure the time"] = False,
 ) -> int:
-    """predict what protecting a model costs: `mambacl plan defocus_mamba_large_22k --image-size 192`, or of a preset
+    """predict the cost of protecting a model or preset: `mambacl plan defocus_mamba_large_22k --image-size 192`
 
-    Predicts the bytes, the FLOPs of a projected step and the time of a decomposition, before any training."""
+    Predicts the memory, the FLOPs of a projected step and the time of a decomposition, before any training."""
     import torch
 
     from mambacl.backbones import create_model
@@ -51,7 +51,7 @@ def plan(
     changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if keep_tasks:
         changes["keep_tasks"] = True
-    if setting and known:  # what the preset protects, in the other setting
+    if setting and known:  # keep what the preset protects
         own_rules = config.nullspace
         changes = {"eta": own_rules.eta, "layers": own_rules.layers, "blocks": own_rules.blocks, **changes}
     space = NullSpace(model, setting or config.nullspace, **changes)
@@ -88,12 +88,12 @@ def models(name: Annotated[str, "only models whose name contains this"] = "") ->
         print(f"{name:26} {count / 1e6:>9.2f} M {size:>4} {flops / 1e9:>7.2f}  {top1:>5}  {note}", flush=True)
     nano = "; that of defocus_mamba_nano on Tiny-ImageNet at 32 px" if "defocus_mamba_nano" in names else ""
     print("\nGFLOP of one image: multiply-adds count as two, elementwise operations not at all, the scan as 9 "
-          f"operations a token, channel and state. top-1: per cent on ImageNet-1k, as published{nano}.")  # fmt: skip
+          f"operations per token, channel and state. top-1: per cent on ImageNet-1k, as published{nano}.")  # fmt: skip
     if "defocus_mamba_large_22k" in names:
         with torch.device("meta"):
             model = create_model("defocus_mamba_large_22k", num_classes=1000, head_type="IN1k_cls", use_aux_loss=False)
-        whole, scan = (operations / 1e9 for operations in count_flops(model.eval(), 192))
-        print(f"De-focus-L with a linear head at 192 px: {whole:.1f}, or {whole - scan:.1f} without the scan, where "
+        total, scan = (operations / 1e9 for operations in count_flops(model.eval(), 192))
+        print(f"De-focus-L with a linear head at 192 px: {total:.1f}, or {total - scan:.1f} without the scan; "
               "the paper says 91.7.")  # fmt: skip
     return 0
 
@@ -111,15 +111,15 @@ def convert(
     file: Annotated[Path, "a .pth, .pt, .bin or .safetensors file"],
     out: Annotated[Path, "the file to write, ending in .safetensors"],
     *,
-    key: Annotated[str | None, "entry that holds the weights, such as model_ema"] = None,
+    key: Annotated[str | None, "entry with the weights, such as model_ema"] = None,
 ) -> int:
-    """write a public checkpoint as safetensors: `mambacl convert FILE OUT.safetensors`
+    """convert a public checkpoint to safetensors: `mambacl convert FILE OUT.safetensors`
 
-    Nothing from the file is run."""
+    Executes no code from the file."""
     from mambacl.backbones import convert as convert_file
 
     account = convert_file(file, out, key)
     print(f"Tensors written to {out}: {len(account.loaded)}.")
     if account.inert:
-        print(f"Foreign classes made inert: {', '.join(account.inert)}.")
+        print(f"Foreign classes that were not executed: {', '.join(account.inert)}.")
     return 0

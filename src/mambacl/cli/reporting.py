@@ -1,4 +1,4 @@
-"""Commands that show what runs have found: report, audit."""
+"""Commands that show results: report, audit."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Format = Literal["text", "markdown", "latex", "csv"]
 def report(
     *run: RunPath,
     out: Annotated[Path | None, "folder for the page"] = None,
-    format: Annotated[Format, "of the printed table"] = "text",
-    table: Annotated[str | None, "a table of the paper, with its values: main, ablation, ..."] = None,
+    format: Annotated[Format, "format of the printed table"] = "text",
+    table: Annotated[str | None, "compare with a table of the paper: main, ablation, ..."] = None,
     import_: Annotated[
-        list[Path] | None, "accuracies from PILOT, Mammoth, Avalanche, or as CSV or JSON; may be repeated"
+        list[Path] | None, "accuracies from PILOT, Mammoth, Avalanche, or as CSV or JSON; can be repeated"
     ] = None,
-    import_method: Annotated[str | None, "the method of the imported files"] = None,
-    import_benchmark: Annotated[str | None, "their benchmark, such as cifar100-10"] = None,
-    accuracy: Annotated[str | None, "with --table, instead of final_accuracy_tasks"] = None,
-    forgetting: Annotated[str | None, "with --table, instead of forgetting"] = None,
+    import_method: Annotated[str | None, "method of the imported files"] = None,
+    import_benchmark: Annotated[str | None, "benchmark of the imported files, such as cifar100-10"] = None,
+    accuracy: Annotated[str | None, "with --table: metric to use instead of final_accuracy_tasks"] = None,
+    forgetting: Annotated[str | None, "with --table: metric to use instead of forgetting"] = None,
 ) -> int:
     """write an HTML page, figures and tables of one run or several: `mambacl report RUN...`
 
-    Several runs are compared; --table sets them beside the paper's values."""
+    Several runs are compared; --table compares them with the paper's values."""
     imports = import_ or []
     if not (run or imports or table):
-        raise UserError("Say which runs to report, as in mambacl report runs/<preset>-<method>-0.")
+        raise UserError("Name the runs to report, e.g. `mambacl report runs/<preset>-<method>-0`.")
     if not table and (accuracy or forgetting):
-        raise UserError("--accuracy and --forgetting choose what stands beside the paper's values: add --table NAME.")
+        raise UserError("--accuracy and --forgetting choose what to compare with the paper: add --table NAME.")
 
     from mambacl.reports import comparison_table, load_run, write_report
     from mambacl.reports.importing import import_records
@@ -43,11 +43,11 @@ def report(
     folders = list({path.resolve(): path for path in run}.values())
     pages = [path for path in folders if (path / "table.csv").exists() and not (path / "config.yaml").exists()]
     if pages and len(pages) < len(folders):  # as in `mambacl report runs/*`
-        print(f"Left out, being comparisons themselves: {', '.join(map(str, pages))}", file=sys.stderr)
+        print(f"Skipped, because they are comparisons: {', '.join(map(str, pages))}", file=sys.stderr)
         folders = [path for path in folders if path not in pages]
     if table:
         metrics = {"accuracy": accuracy, "forgetting": forgetting}
-        return _beside_the_paper(table, format, out, metrics, [*(load_run(path) for path in folders), *imported])
+        return _compare_with_paper(table, format, out, metrics, [*(load_run(path) for path in folders), *imported])
     page = write_report(folders, out, imported)
     compared = comparison_table([*(load_run(path) for path in folders), *imported])
     print({"text": to_text, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}[format](compared))
@@ -55,7 +55,7 @@ def report(
     return 0
 
 
-def _beside_the_paper(
+def _compare_with_paper(
     table: str, format: Format, out: Path | None, metrics: dict[str, str | None], records: list[Any]
 ) -> int:
     from mambacl.paper.comparison import MetricNames, compare_with_paper
@@ -68,7 +68,7 @@ def _beside_the_paper(
         print(long_csv(compared), end="")
     else:
         print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[format](as_table(compared)))
-    if records or out:  # the paper's values alone are printed, and leave nothing behind
+    if records or out:  # the paper's values alone are only printed
         target = out or comparison_folder([record.folder for record in records])
         print(f"Report: {write_paper_table(compared, target)}", file=sys.stderr)
     return 0
@@ -77,13 +77,13 @@ def _beside_the_paper(
 def audit(
     run: RunPath,
     *,
-    task: Annotated[int | None, "show the blocks of this task, counted from 1", at_least(1)] = None,
+    task: Annotated[int | None, "show each block for this task, counted from 1", at_least(1)] = None,
     device: AnotherDevice = None,
 ) -> int:
-    """measure what has moved in a run since each task, and which updates were protected: `mambacl audit RUN`
+    """measure how far a run's features have drifted, and how far updates were projected: `mambacl audit RUN`
 
-    Measures, block by block, how far delta, exp(delta A), delta B, C and the output have moved since each task, on the
-    images that --audit-images kept, and how much of each update fell into protected directions."""
+    Measures, block by block, how far delta, exp(delta A), delta B, C and the output have drifted since each task, on
+    the images that --audit-images kept, and how much of each update fell into protected directions."""
     from mambacl.reports import write_report
     from mambacl.reports.audits import drift_table, updates_table
     from mambacl.reports.rendering import to_text
@@ -92,14 +92,12 @@ def audit(
     found = audit_run(run, device)
     known = [entry["task"] + 1 for entry in found["tasks"]]
     if task is not None and task not in known:
-        kept = (
-            f"there are those of tasks {', '.join(map(str, known))}" if known else "the run kept none (--audit-images)"
-        )
-        raise UserError(f"No images of task {task} were kept: {kept}.")
+        kept = f"it kept those of tasks {', '.join(map(str, known))}" if known else "train with --audit-images N"
+        raise UserError(f"The run kept no images of task {task}: {kept}.")
     if known:
         print(to_text(drift_table(found, None if task is None else task - 1)))
     else:
-        print("The run kept no images (train with --audit-images N): what has moved cannot be measured.\n")
+        print("The run kept no images, so drift cannot be measured: train with --audit-images N.\n")
     if found["updates"]:
         print(to_text(updates_table(found)))
     else:

@@ -1,4 +1,4 @@
-"""A line on the terminal about what is being waited for, gone when it is done. Elsewhere, nothing is printed."""
+"""Shows a temporary line on a terminal while the user waits. Prints nothing elsewhere."""
 
 import sys
 from collections.abc import Iterator

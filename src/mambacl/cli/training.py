@@ -1,4 +1,4 @@
-"""Commands that train and what goes on from there: train, resume, evaluate."""
+"""Commands that train, continue and evaluate runs: train, resume, evaluate."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mambacl.scenarios import Scenario
 if TYPE_CHECKING:
     from mambacl.training.api import Run
 
-REPORTS_AFTER = 10.0  # seconds
+REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
-AnotherDevice = Annotated[Device | None, "another device than the run's own: cpu, cuda, cuda:N"]
+AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
 
 
 def train(
     preset: Annotated[str | None, "a preset, or a YAML file with options"] = None,
     *,
-    compare: Annotated[str, "further methods, with commas, to train on the same stream"] = "",
-    overwrite: Annotated[bool, "train again where the run folder holds a run already"] = False,
-    skip_bad: Annotated[bool, "leave out images that cannot be read, and say which"] = False,
+    compare: Annotated[str, "further methods, comma-separated, on the same stream"] = "",
+    overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
+    skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     **overrides: Any,
 ) -> int:
     """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
@@ -39,33 +39,33 @@ def train(
     if skip_bad:
         overrides = merge(overrides, {"stream": {"skip_bad": True}})
     if preset is None and not overrides:
-        raise UserError(f"Say what to train: a preset ({', '.join(preset_names())}), a YAML file, or options.")
+        raise UserError(f"Name what to train: a preset ({', '.join(preset_names())}), a YAML file, or options.")
     first = resolve(preset, overrides)
     methods = [first.method, *(name.strip() for name in compare.split(",") if name.strip())]
     methods = list(dict.fromkeys(methods))
     configs = []
     for method in methods:
-        # --out is the folder of all of them when there are several
+        # with several methods, --out is the parent of their folders
         out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
         configs.append(resolve(preset, {**overrides, "method": method, "out": out}))
-        METHODS.check(method)  # a mistake in the last is found before the first is trained
+        METHODS.check(method)  # finds a mistake in the last before training the first
     run_training = _loaded([f"{c.name} with {c.method} on {c.backbone}, to {c.folder}" for c in configs])
     try:
         runs = [run_training(config, overwrite=overwrite) for config in configs]
     except KeyboardInterrupt:
         if len(configs) > 1:
-            print("mambacl: the same command again continues the whole comparison.", file=sys.stderr)
+            print("mambacl: repeat the command to continue the comparison.", file=sys.stderr)
         raise
     return _show(runs, first)
 
 
 def _loaded(work: list[str]) -> Callable[..., Run]:
-    """`mambacl.train`. What is going to be done is said first, because loading PyTorch takes seconds."""
+    """Returns `mambacl.train`. Announces the work first, because importing PyTorch takes seconds."""
     for words in work:
         logger.info("Training %s", words)
     with status("loading PyTorch"):
         from mambacl.training.api import train as run_training
-    # What draws the report takes a second or two to load: while a GPU works, and not when all wait for the report.
+    # The report's code takes a second or two to import: do it while the GPU works, not when the user waits.
     loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.run_page",))
     loading.daemon = True
     loading.start()
@@ -104,11 +104,11 @@ def resume(run: RunPath, *, device: AnotherDevice = None) -> int:
 def evaluate(
     run: RunPath,
     *,
-    batch_size: Annotated[int | None, "images in a batch; changes only the speed", at_least(1)] = None,
+    batch_size: Annotated[int | None, "images per batch; affects only the speed", at_least(1)] = None,
     device: AnotherDevice = None,
     scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
 ) -> int:
-    """evaluate a run's last checkpoint again, over all tasks learned: `mambacl evaluate RUN`"""
+    """evaluate a run's last checkpoint again, on all tasks learned: `mambacl evaluate RUN`"""
     _check_folder(run)
     with status("loading PyTorch"):
         from mambacl.training.api import evaluate as evaluate_run
@@ -116,20 +116,20 @@ def evaluate(
     again = evaluate_run(run, batch_size, device, scenario)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
-        print(f"task {task + 1:3}  {right:6} of {total[task]:6} right  {right / total[task]:6.1%}")
+        print(f"task {task + 1:3}  {right:6} of {total[task]:6} correct  {right / total[task]:6.1%}")
     print(f"over tasks {sum(r / n for r, n in zip(row, total, strict=True)) / len(row):.2%}, "
           f"over images {sum(row) / sum(total[: len(row)]):.2%}")  # fmt: skip
     if again.scenario != again.recorded_scenario:
         own = f"{again.recorded_scenario}-incremental"
         print(f"These counts are {again.scenario}-incremental; the run recorded {recorded}, {own}.")
     elif row == recorded:
-        print("These are the counts that the run recorded.")
+        print("The run recorded the same counts.")
     else:
-        print(f"The run recorded {recorded}: a difference comes from another device or other library versions.")
+        print(f"The run recorded {recorded}: another device or other library versions can cause a difference.")
     return 0
 
 
 def _check_folder(path: Path) -> None:
-    """A mistyped folder is refused before PyTorch is loaded."""
+    """Refuses a mistyped folder before PyTorch is imported."""
     if not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is no run folder (it has no config.yaml); runs are in runs/ unless --out says so.")
+        raise UserError(f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")

@@ -1,6 +1,6 @@
 """Data sets, class orders, tasks, transforms and loaders.
 
-Without PyTorch until a data set or a stream is asked for: options are checked before it is loaded.
+PyTorch is imported with the first data set or stream, so that options can be checked without it.
 """
 
 from typing import TYPE_CHECKING

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mambacl.data.autoaugment import NONE
 
-BINS = 10  # magnitudes of an operation in AutoAugment
+BINS = 10  # AutoAugment's magnitudes per operation
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class AugmentParams:
     ops: NDArray[np.int64]
     """(n, 2): positions in `operations()`, or NONE"""
     magnitudes: NDArray[np.float64]
-    """(n, 2): of these operations, with sign"""
+    """(n, 2): the magnitudes of these operations, with their signs"""
     boxes: NDArray[np.int64]
     """(n, 4): top, left, height and width of the resized crop"""
     corners: NDArray[np.int64]
     """(n, 2): top and left of the crop in the padded image"""
     flips: NDArray[np.bool_]
-    """(n,): mirrored"""
+    """(n,): whether the image is mirrored"""
 
     def rows(self, rows: NDArray[np.int64] | slice) -> "AugmentParams":
         return AugmentParams(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
 def _identity(sizes: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """For images of these sizes (n, 2): the parameters that change nothing."""
+    """The parameters that leave images of these sizes (n, 2) unchanged."""
     n = len(sizes)
     return {
         "ops": np.full((n, 2), NONE),
@@ -48,7 +48,7 @@ def _identity(sizes: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
 
 
 def sample_crops_and_flips(rng: np.random.Generator, padding: int, sizes: NDArray[np.int64]) -> AugmentParams:
-    """For the augmentations flip and crop-flip: a place in the padded image, and whether it is mirrored."""
+    """Samples for the augmentations flip and crop-flip: where to crop the padded image, and whether to mirror it."""
     params, n = _identity(sizes), len(sizes)
     if padding:
         params["corners"] = rng.integers(0, 2 * padding + 1, (n, 2))
@@ -57,7 +57,7 @@ def sample_crops_and_flips(rng: np.random.Generator, padding: int, sizes: NDArra
 
 
 def sample_autoaugment(rng: np.random.Generator, augment: Any, sizes: NDArray[np.int64]) -> AugmentParams:
-    """For torchvision's composition of an AutoAugment and a RandomResizedCrop."""
+    """Samples for torchvision's composition of an AutoAugment and a RandomResizedCrop."""
     policy, crop = augment.transforms
     params = _identity(sizes)
     params["ops"], params["magnitudes"] = sample_operations(rng, policy, sizes)
@@ -71,7 +71,7 @@ def operations() -> tuple[str, ...]:
 
 
 def signed() -> NDArray[np.bool_]:
-    """Which of them have a magnitude of either sign."""
+    """Which operations take a magnitude of either sign."""
     return np.array([either for _, either in _augmentation_space().values()])
 
 
@@ -99,7 +99,7 @@ def sample_operations(
 
 @lru_cache(maxsize=1 << 14)
 def magnitude_table(height: int, width: int) -> NDArray[np.float64]:
-    """(operations, bins): without sign; zeros for an operation that has none."""
+    """(operations, bins): magnitudes without sign; zeros for an operation that has none."""
     space = _augmentation_space()
     table = np.zeros((len(space), BINS))
     for row, (magnitudes, _) in zip(table, space.values(), strict=True):
@@ -110,8 +110,8 @@ def magnitude_table(height: int, width: int) -> NDArray[np.float64]:
 
 
 def sample_boxes(rng: np.random.Generator, crop: Any, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For a RandomResizedCrop: ten attempts at a random area and aspect ratio that fit the image, then the central
-    crop."""
+    """Samples for a RandomResizedCrop: tries ten times to fit a random area and aspect ratio into the image, then takes
+    the central crop."""
     boxes = _central_boxes(crop, sizes)
     (least, most), (narrow, broad) = crop.scale, np.log(crop.ratio)
     left = np.arange(len(sizes))

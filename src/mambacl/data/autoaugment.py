@@ -1,8 +1,7 @@
 """The operations of AutoAugment on batches (n, 3, h, w) of uint8, each image with its own magnitude.
 
-Each gives what torchvision's function of the same name gives for a tensor on the CPU, bit for bit, on any device:
-fractions are rounded where torchvision rounds them, and where its kernels round a product and a sum only once, so does
-`_fma` here.
+On any device, each returns the same bits as torchvision's function of the same name for a tensor on the CPU. Fractions
+are rounded where torchvision rounds them. Where its kernels round a product and a sum only once, `_fma` does so here.
 """
 
 import math
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mambacl.data.image_cache import on_device
 
-NONE = -1  # the number of no operation
+NONE = -1  # in place of an operation's number: do nothing
 
 
 def autoaugment(
@@ -25,10 +24,10 @@ def autoaugment(
     magnitudes: NDArray[np.float64],
     bilinear: bool = False,
 ) -> Tensor:
-    """One operation after the other: column after column of `ops`, positions in `names` or NONE, one row per image.
-    `bilinear`: geometric operations interpolate, else they take the nearest pixel.
+    """Applies the columns of `ops` in turn. `ops` has one row per image and holds positions in `names`, or NONE.
+    `bilinear`: geometric operations interpolate; otherwise they take the nearest pixel.
 
-    An operation runs only on its own images. Both arrays lie on the host, so nothing waits for the device.
+    Each operation runs only on the images that need it. Both arrays are on the host, so nothing waits for the device.
     """
     images = images.clone()
     for column, magnitude in zip(ops.T, magnitudes.T, strict=True):
@@ -46,7 +45,7 @@ def _groups(
     width: int,
     bilinear: bool,
 ) -> list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]]:
-    """Which images an operation is for, and the operation with their magnitudes; all geometric ones are one."""
+    """Groups of images with the operation to apply to each group. All geometric operations share one group."""
     groups: list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]] = []
     geometric = np.isin(ops, [number for number, name in enumerate(names) if name in GEOMETRIC])
     if geometric.any():
@@ -72,7 +71,7 @@ GEOMETRIC = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 
 
 def inverse_matrix(name: str, magnitude: float, height: int, width: int) -> tuple[float, ...]:
-    """From a place in the result to one in the source, both from the centre: x = m0 x + m1 y + m2, y = m3 x + ..."""
+    """Maps a point of the result to a point of the source, relative to the centre: x = m0 x + m1 y + m2, ..."""
     if name == "ShearX":  # about the upper left corner
         slope = math.tan(math.radians(math.degrees(math.atan(magnitude))))
         return 1.0, slope, slope * height * 0.5, 0.0, 1.0, 0.0
@@ -88,7 +87,7 @@ def inverse_matrix(name: str, magnitude: float, height: int, width: int) -> tupl
 
 
 def warp(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64], bilinear: bool = False) -> Tensor:
-    """Each image by the matrix that `which` names."""
+    """Warps each image by the matrix that `which` selects."""
     height, width = images.shape[-2:]
     column, line = source_grid(matrices, height, width, images.device)
     chosen = on_device(which, images.device)
@@ -114,14 +113,14 @@ def warp(images: Tensor, matrices: NDArray[np.float64], which: NDArray[np.int64]
 
 
 def source_grid(matrices: NDArray[np.float64], height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each matrix, column and line in the source of each pixel of the result, (matrices, height, width)."""
+    """The source column and line of each pixel of the result, per matrix: (matrices, height, width)."""
     rows = on_device(matrices.astype(np.float32), device).view(-1, 2, 3, 1, 1)
     x = torch.arange(width, dtype=torch.float32, device=device) - (width - 1) * 0.5
     y = (torch.arange(height, dtype=torch.float32, device=device) - (height - 1) * 0.5).view(-1, 1)
 
     def source(row: Tensor, size: int) -> Tensor:
-        """In the order, the units and the precision of torchvision's grid: they decide which of two pixels is nearer,
-        and where a grey level is rounded up."""
+        """Uses the order, units and precision of torchvision's grid. They decide which of two pixels is nearer and
+        where a grey level is rounded up."""
         scaled = row / (0.5 * torch.full((), size, dtype=torch.float32, device=device))
         place = x * scaled[:, 0] + y * scaled[:, 1] + scaled[:, 2]
         half, back = (torch.full((), value, dtype=torch.float32, device=device) for value in (size * 0.5, -0.5))
@@ -131,7 +130,7 @@ def source_grid(matrices: NDArray[np.float64], height: int, width: int, device: 
 
 
 def gather_pixels(images: Tensor, index: Tensor, height: int, width: int) -> Tensor:
-    """New images of the pixels that `index` (n, height * width) names in the flattened old ones; black where -1."""
+    """New images made of the pixels at `index` (n, height * width) in the flattened old ones; black where it is -1."""
     flat = images.flatten(2)
     found = flat.gather(2, index.clamp(min=0).unsqueeze(1).expand(-1, flat.shape[1], -1))
     return found.masked_fill_((index < 0).unsqueeze(1), 0).unflatten(2, (height, width))
@@ -141,7 +140,7 @@ def gather_pixels(images: Tensor, index: Tensor, height: int, width: int) -> Ten
 
 
 def _fma(images: Tensor, factor: Tensor, addend: Tensor) -> Tensor:
-    """images * factor + addend in float32, rounded once, like the kernels for `add` with a factor."""
+    """images * factor + addend in float32, rounded once, as PyTorch's kernels for `add` with a factor do."""
     return (images.double() * factor.float().double() + addend.double()).float()
 
 
@@ -154,7 +153,7 @@ def _blend(images: Tensor, other: Tensor, ratio: Tensor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """(n, 1, h, w), integers in float32."""
+    """Grey levels (n, 1, h, w): integers in float32."""
     red, green, blue = images.unbind(1)
     weights = [torch.full((), weight, device=images.device) for weight in (0.2989, 0.587, 0.114)]
     return _fma(blue, weights[2], _fma(green, weights[1], red.float() * weights[0])).floor_().unsqueeze(1)
@@ -203,7 +202,7 @@ def autocontrast(images: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize(images: Tensor, _: Tensor) -> Tensor:
-    """torchvision's own, which treats each image separately."""
+    """torchvision's function, which treats each image separately."""
     from torchvision.transforms.v2 import functional as TF
 
     return TF.equalize(images)

@@ -1,9 +1,9 @@
-"""What `transforms` does to one image, for many on a device: its fast twin.
+"""The fast twin of `transforms`: transforms many images at once, on a device.
 
-Resizing gives the values of torchvision's antialiased resize of uint8 tensors on the CPU, on any device: weights are
-computed in float64 and rounded to integers of 16 bits, columns are resized before rows, and a grey level is rounded
-after each. Here a pass is one product of matrices for all images. Its sums are integers that float32 holds exactly, so
-neither the order of summation nor a coarser product (TF32) changes them.
+On any device, resizing returns the values of torchvision's antialiased resize of uint8 tensors on the CPU. Weights are
+computed in float64 and rounded to 16-bit integers. Columns are resized before rows, and grey levels are rounded after
+each pass. Here each pass is one matrix product for all images. Its sums are integers that float32 represents exactly,
+so neither the order of summation nor TF32 changes them.
 """
 
 import math
@@ -19,11 +19,11 @@ from mambacl.data.image_cache import on_device
 from mambacl.data.transforms import Transforms
 from mambacl.ops.precision import full_precision
 
-MOST_TAPS = 256  # pixels behind one result up to which 255 * 255 * pixels is exact in float32
+MOST_TAPS = 256  # source pixels per result; up to here 255 * 255 * pixels is exact in float32
 
 
 class BatchedTransforms:
-    """What `Transforms` does to one image, for many on a device."""
+    """Does to many images on a device what `Transforms` does to one."""
 
     def __init__(self, transforms: Transforms, device: torch.device) -> None:
         self.size, self.resize, self.padding = transforms.size, transforms.resize, transforms.padding
@@ -34,7 +34,7 @@ class BatchedTransforms:
         self.full = torch.full((), 255.0, device=device)  # a tensor: a GPU divides by it as a CPU does
 
     def sample(self, rng: np.random.Generator, sizes: NDArray[np.int64]) -> AugmentParams | None:
-        """For training on images of these sizes; None where nothing is random."""
+        """Samples parameters for training on images of these sizes; None if nothing is random."""
         if not self.transforms.augments:
             return None
         if not self.transforms.uses_autoaugment:
@@ -42,14 +42,14 @@ class BatchedTransforms:
         return sample_autoaugment(rng, self.transforms.augment, sizes)
 
     def evaluate(self, images: Tensor) -> Tensor:
-        """Images of one size, to (n, 3, size, size), still uint8."""
+        """Turns images of one size into (n, 3, size, size), still uint8."""
         if images.shape[-2:] != (self.resize, self.resize):
             images = resize(images, self.resize, self.cubic)
         first = round((self.resize - self.size) / 2)  # torchvision's central crop
         return images[..., first : first + self.size, first : first + self.size]
 
     def train(self, images: Tensor, params: AugmentParams | None) -> Tensor:
-        """The same with this augmentation; as in evaluation if None."""
+        """Like `evaluate`, with this augmentation; without one if None."""
         if params is None:
             return self.evaluate(images)
         if self.transforms.uses_autoaugment:
@@ -62,13 +62,13 @@ class BatchedTransforms:
 
 
 def resize(images: Tensor, size: int, cubic: bool) -> Tensor:
-    """To (size, size)."""
+    """Resizes images to (size, size)."""
     height, width = images.shape[-2:]
     return resize_boxes(images, np.tile([[0, 0, height, width]], (len(images), 1)), size, cubic)
 
 
 def resize_boxes(images: Tensor, boxes: NDArray[np.int64], size: int, cubic: bool) -> Tensor:
-    """Of each image the box (top, left, height, width), resized to (size, size)."""
+    """Cuts the box (top, left, height, width) out of each image and resizes it to (size, size)."""
     n, channels, height, width = images.shape
     top, left, tall, wide = boxes.T
     across, bits = _matrices(left, wide, width, size, cubic, images.device)
@@ -80,25 +80,25 @@ def resize_boxes(images: Tensor, boxes: NDArray[np.int64], size: int, cubic: boo
 
 
 def crop(images: Tensor, corners: NDArray[np.int64], flips: NDArray[np.bool_], size: int, padding: int = 0) -> Tensor:
-    """Of each image, padded with black, the window of (size, size) at its corner (top, left), mirrored where asked."""
+    """Pads each image with black and cuts out (size, size) at its corner (top, left), mirrored if `flips` says so."""
     height, width = images.shape[-2:]
     top, left = (on_device(corner - padding, images.device).view(-1, 1) for corner in corners.T)
-    steps = torch.arange(size, device=images.device)
-    line = top + steps
-    column = left + torch.where(on_device(flips, images.device).view(-1, 1), size - 1 - steps, steps)
+    offsets = torch.arange(size, device=images.device)
+    line = top + offsets
+    column = left + torch.where(on_device(flips, images.device).view(-1, 1), size - 1 - offsets, offsets)
     inside = ((line >= 0) & (line < height)).unsqueeze(2) & ((column >= 0) & (column < width)).unsqueeze(1)
     index = torch.where(inside, (line * width).unsqueeze(2) + column.unsqueeze(1), -1)
     return gather_pixels(images, index.flatten(1), size, size)
 
 
 def taps(lengths: NDArray[np.int64], size: int, cubic: bool) -> int:
-    """The most pixels that one result is made of."""
+    """The largest number of source pixels per result."""
     scale = max(1.0, float(lengths.max()) / size)
     return 2 * math.ceil(scale * (2 if cubic else 1)) + 1
 
 
 def integer_weights(lengths: Tensor, longest: int, size: int, cubic: bool) -> tuple[Tensor, Tensor]:
-    """For each length the weights (size, longest) of its pixels in each result, times 2^bits and rounded; and bits."""
+    """For each length, the weights (size, longest) of its pixels in each result, times 2^bits and rounded; and bits."""
     length = lengths.double().view(-1, 1, 1)
     scale = length / size
     stretch = scale.clamp(min=1.0)
@@ -112,7 +112,9 @@ def integer_weights(lengths: Tensor, longest: int, size: int, cubic: bool) -> tu
     weights = weights / weights.sum(2, keepdim=True)
     most = weights.amax((1, 2))
     powers = torch.arange(1, 23, device=lengths.device)
-    bits = ((most.view(-1, 1) * (1 << powers) + 0.5).trunc() < 1 << 15).sum(1)  # as many as 16 bits with sign can hold
+    bits = ((most.view(-1, 1) * (1 << powers) + 0.5).trunc() < 1 << 15).sum(
+        1
+    )  # as many as a signed 16-bit integer holds
     scaled = weights * (1 << bits).view(-1, 1, 1)
     return (scaled + torch.where(scaled < 0, -0.5, 0.5)).trunc().to(torch.int16), bits.int()
 
@@ -125,7 +127,7 @@ def _cubic(x: Tensor) -> Tensor:
 def _matrices(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], extent: int, size: int, cubic: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """For each image (size, extent): the weights of its stretch, zero elsewhere; and their bits."""
+    """For each image, (size, extent): the weights of its pixels, zero outside; and their bits."""
     different, which = np.unique(lengths, return_inverse=True)
     longest = int(different[-1])
     weights, bits = integer_weights(on_device(different, device), longest, size, cubic)
@@ -140,7 +142,8 @@ def _matrices(
 def _product(one: Tensor, other: Tensor, bits: Tensor, lengths: NDArray[np.int64], size: int, cubic: bool) -> Tensor:
     """The product of weights and grey levels, in either order, divided by 2^bits and rounded to a grey level.
 
-    Weights go in two halves of eight bits, so that every factor has eight and every sum fits float32.
+    Weights are split into their upper and lower eight bits, so that every factor has eight bits and every sum fits
+    float32.
     """
     precise = torch.float32 if taps(lengths, size, cubic) <= MOST_TAPS else torch.float64
     with full_precision(one):

@@ -1,4 +1,4 @@
-"""Whether a data set is complete: counts, unreadable files, duplicates, training images among the test images."""
+"""Checks a data set: counts, unreadable files, duplicates, training images among the test images."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from mambacl.data.sets import SOURCES
 from mambacl.errors import UserError
 
 REMEDIES = {
-    "missing": "put them back, or take them off the list; --skip-bad trains without them",
+    "missing": "restore them, or remove them from the list; --skip-bad trains without them",
     "empty": "restore or remove them; --skip-bad trains without them",
     "truncated": "copy them again or remove them; --skip-bad trains without them",
     "unreadable": "repair or remove them; --skip-bad trains without them",
@@ -22,7 +22,7 @@ REMEDIES = {
 
 @dataclass
 class Finding:
-    """Images with the same trouble, and what to do about it."""
+    """Images with the same problem, and what to do about it."""
 
     what: str
     remedy: str
@@ -47,11 +47,11 @@ class DatasetCheck:
         return not any(finding.serious for finding in self.findings)
 
     def lines(self, limit: int = 10, classes: bool = False) -> list[str]:
-        """What to print; of each finding at most `limit` names."""
+        """The lines to print, with at most `limit` names per finding."""
         lines = [f"{self.name}: {len(self.class_names):,} classes, {self.train.sum():,} training and "
                  f"{self.test.sum():,} test images"]  # fmt: skip
         if len(self.class_names):
-            lines.append(f"a class has {_span(self.train)} training and {_span(self.test)} test images")
+            lines.append(f"each class has {_span(self.train)} training and {_span(self.test)} test images")
         for number, task in enumerate(self.tasks if len(self.tasks) > 1 else ()):
             lines.append(f"task {number + 1:3}: {len(task):4} classes, {self.train[task].sum():7,} training and "
                          f"{self.test[task].sum():7,} test images")  # fmt: skip
@@ -85,7 +85,9 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
         for digest, trouble in in_threads(_read(images), range(len(images.labels))):
             content[split].append(digest)
             if trouble is not None:
-                bad.setdefault(_kind(trouble), []).append(trouble.rpartition(": ")[0])  # the remedy is said once
+                bad.setdefault(_kind(trouble), []).append(
+                    trouble.rpartition(": ")[0]
+                )  # the finding states the remedy once
     for kind, sentences in bad.items():
         remedy = REMEDIES[kind]
         if kind == "missing" and name in SOURCES and SOURCES[name].downloads:
@@ -95,7 +97,7 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
 
 
 def _read(images: Images) -> Callable[[int], tuple[bytes | None, str | None]]:
-    """A function from an image's number to a digest of its pixels, or to what is wrong with it."""
+    """A function that returns the digest of an image's pixels, or what is wrong with the image."""
 
     def read(index: int) -> tuple[bytes | None, str | None]:
         try:
@@ -119,7 +121,7 @@ def _wrong_counts(dataset: DataSet, name: str, train: NDArray[np.int64], test: N
     for split, counts in (("training", train), ("test", test)):
         if empty := [class_name for class_name, n in zip(dataset.class_names, counts, strict=True) if n == 0]:
             what = f"{len(empty)} {'class has' if len(empty) == 1 else 'classes have'} no {split} images"
-            findings.append(Finding(what, "add some, or remove the class from the other split, too", empty))
+            findings.append(Finding(what, "add some, or remove the class from the other split as well", empty))
     source = SOURCES.get(name)
     if source is None or source.counts is None:
         return findings
@@ -127,8 +129,8 @@ def _wrong_counts(dataset: DataSet, name: str, train: NDArray[np.int64], test: N
     if source.counts != found:
         words = ("classes", "training images", "test images")
         compared = zip(words, source.counts, found, strict=True)
-        names = [f"{what}: {there:,} instead of {due:,}" for what, due, there in compared if due != there]
-        findings.append(Finding("the counts are not those of the public data set", "prepare it again", names))
+        names = [f"{what}: {here:,} instead of {due:,}" for what, due, here in compared if due != here]
+        findings.append(Finding("the counts differ from those of the public data set", "prepare it again", names))
     return findings
 
 
@@ -149,11 +151,11 @@ def _with_duplicates(report: DatasetCheck, dataset: DataSet, content: dict[str, 
     overlap = [f"{_label(dataset.train, 'train', first['train'][d])} = {_label(dataset.test, 'test', first['test'][d])}"
                for d in both]  # fmt: skip
     public = report.name in SOURCES and SOURCES[report.name].counts is not None
-    keep = "the public data set has them; leave them for comparable figures" if public else ""
+    keep = "the public data set has them; keep them for comparable results" if public else ""
     for names, what, remedy in (
         (overlap, "test images are among the training images, by content", "remove them from one of the two"),
-        (other_class, "images appear again under another class", "look which class is right and remove the other"),
-        (twice, "images appear again in their class", "remove one of each pair, or leave them"),
+        (other_class, "images appear again under another class", "check which class is right and remove the other"),
+        (twice, "images appear again in their class", "remove one of each pair, or keep both"),
     ):
         if names:
             report.findings.append(Finding(f"{len(names):,} {what}", keep or remedy, names, serious=False))

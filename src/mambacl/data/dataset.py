@@ -14,7 +14,7 @@ from mambacl.errors import UserError
 
 @dataclass(frozen=True)
 class Domains:
-    """Which domain, such as photographs or sketches, each image is of."""
+    """The domain of each image, such as photographs or sketches."""
 
     names: list[str]
     train: NDArray[np.int64]
@@ -22,7 +22,7 @@ class Domains:
 
     @classmethod
     def of(cls, train: Sequence[str], test: Sequence[str], names: list[str] | None = None) -> "Domains":
-        """From each image's domain by name; without `names` they are sorted."""
+        """From the name of each image's domain. Domains are numbered as in `names`, or sorted without it."""
         names = sorted({*train, *test}) if names is None else names
         number = {name: position for position, name in enumerate(names)}
         return cls(names, *(np.array([number[name] for name in part], dtype=np.int64) for part in (train, test)))
@@ -35,19 +35,19 @@ class DataSet:
     train: Images
     test: Images
     tasks: list[list[int]] | None = None
-    """the classes of each task, where the data set says it itself"""
+    """the classes of each task, if the data set defines tasks"""
     skipped: tuple[str, ...] = ()
-    """images left out because they cannot be read: split, name, what is wrong"""
+    """images left out because they cannot be read: split, name and problem"""
     domains: Domains | None = None
-    """where the data set says it itself"""
+    """if the data set defines them"""
 
     def fingerprint(self) -> str:
-        """Changes when the data does."""
+        """A digest that changes when the data changes."""
         parts = "\n".join([*self.class_names, self.train.digest(), self.test.digest()])
         return hashlib.sha256(parts.encode(errors="surrogateescape")).hexdigest()
 
     def check(self) -> None:
-        """Raises a `UserError` for an image that cannot be read."""
+        """Raises a `UserError` if an image cannot be read."""
         self.train.check()
         self.test.check()
 
@@ -62,16 +62,16 @@ class DataSet:
         return dataclasses.replace(self, train=self.train.subset(kept), domains=domains)
 
     def with_validation(self, share: float, by_domain: bool = False) -> "DataSet":
-        """That share of each class's training images, or of each class's in each domain, drawn with a fixed seed, takes
-        the place of the test images; training keeps the others. Nothing of the test split is looked at."""
+        """Replaces the test images by this share of the training images of each class, or of each class in each domain,
+        drawn with a fixed seed. Training keeps the others. The test split is never read."""
         if not 0 < share < 1:
             raise UserError(f"validation is a share of the training images between 0 and 1, got {share}.")
         rng = np.random.Generator(np.random.PCG64(0))
         kept, held = [], []
         for number, members in enumerate(self._groups(by_domain)):
-            if len(members) < 2 and not by_domain:  # a domain may lack a class
+            if len(members) < 2 and not by_domain:  # a domain can lack a class
                 name = self.class_names[number]
-                raise UserError(f"The class '{name}' has one training image: too few to hold one back for validation.")
+                raise UserError(f"The class '{name}' has one training image, too few for validation: add some.")
             count = min(len(members) - 1, max(1, round(share * len(members)))) if len(members) > 1 else 0
             order = rng.permutation(members)
             held.append(order[:count])
@@ -81,7 +81,7 @@ class DataSet:
         return dataclasses.replace(self, train=self.train.subset(train), test=self.train.subset(test), domains=domains)
 
     def without_bad(self) -> "DataSet":
-        """Without the images that cannot be read; `skipped` names them."""
+        """The data set without the images that cannot be read; `skipped` names them."""
         splits: list[Images] = []
         skipped, domains = list(self.skipped), self.domains
         for split, images in (("train", self.train), ("test", self.test)):
@@ -96,7 +96,7 @@ class DataSet:
         return dataclasses.replace(self, train=splits[0], test=splits[1], skipped=tuple(skipped), domains=domains)
 
     def refuse_empty(self, name: str) -> None:
-        """Raises a `UserError` for a class that has no image in one of the splits."""
+        """Raises a `UserError` if a class has no images in one of the splits."""
         for split, other, images in (("training", "test", self.train), ("test", "training", self.test)):
             present = np.bincount(images.labels, minlength=len(self.class_names))
             if (present == 0).any():
@@ -106,7 +106,7 @@ class DataSet:
                 )
 
     def _groups(self, by_domain: bool) -> list[NDArray[np.int64]]:
-        """Numbers of the training images of each class, or of each class in each domain, in their order."""
+        """The indices of the training images of each class, or of each class in each domain, in order."""
         groups, count = self.train.labels, len(self.class_names)
         if by_domain and self.domains is not None:
             groups, count = groups + count * self.domains.train, count * len(self.domains.names)

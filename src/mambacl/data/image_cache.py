@@ -1,4 +1,4 @@
-"""Images decoded once, as uint8: on the device where they fit, else in main memory, else read again when needed."""
+"""Caches decoded images as uint8: on the device if they fit, else in main memory. The rest is read again."""
 
 import os
 from collections.abc import Iterator
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from mambacl.data.images import ArrayImages, Images, in_threads
 
-Group = tuple[NDArray[np.int64], Tensor]  # where images stand among those asked for, and the images: all of one size
+Group = tuple[NDArray[np.int64], Tensor]  # positions among the images asked for, and those images, all of one size
 
 
 def on_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """There without waiting: through pinned memory where the device is a GPU."""
+    """Copies values to the device without waiting: through pinned memory if it is a GPU."""
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
     return _pinned(tensor, device).to(device, non_blocking=True)
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Where a GPU can fetch it, if that is where it will go."""
+    """The tensor in pinned memory if it will go to a GPU."""
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
 class CachedImages:
-    """Some images of a split. They may take `room` bytes of main memory, and a quarter of what is free on the device.
-    Images of one size become one tensor; of others, as many as fit are kept."""
+    """Some images of a split. They can use `room` bytes of main memory and a quarter of the device's free memory.
+    Images of one size become one tensor. If sizes differ, as many as fit are kept."""
 
     def __init__(self, images: Images, indices: NDArray[np.int64], device: torch.device, room: int) -> None:
         self.images, self.indices, self.device = images, indices, device
@@ -53,7 +53,7 @@ class CachedImages:
             self._all = self._placed(torch.stack(present))
 
     def _placed(self, images: Tensor) -> Tensor:
-        """All of them, on the device if they fit there."""
+        """Moves all images to the device if they fit."""
         if self.device.type != "cpu" and images.numel() <= free_bytes(self.device) // 4:
             self.host_bytes = 0
             return images.to(self.device)
@@ -65,8 +65,8 @@ class CachedImages:
         return self._all is not None and self._all.device.type == self.device.type
 
     def groups(self, places: NDArray[np.int64], most: int) -> Iterator[Group]:
-        """The images at these places, in groups of one size and of at most `most` values (but one image at least)."""
-        if self._all is not None:  # no need to look
+        """The images at these places, in groups of one size with at most `most` values, but at least one image."""
+        if self._all is not None:  # all have one size
             sizes, which = self.sizes[:1], np.zeros(len(places), dtype=np.int64)
         else:
             sizes, which = np.unique(self.sizes[places], axis=0, return_inverse=True)
@@ -90,8 +90,8 @@ class CachedImages:
 
 
 class ImageCache:
-    """The decoded images of a stream: the training images of the latest task, and the test images of all, within a
-    quarter of main memory."""
+    """The decoded images of a stream: the training images of the latest task and the test images of all tasks, within
+    a quarter of main memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.room = device, main_memory() // 4
@@ -100,7 +100,7 @@ class ImageCache:
 
     def train(self, task: int, images: Images, indices: NDArray[np.int64]) -> CachedImages:
         if self._train is None or self._train[0] != task:
-            self._train = None  # gone before the next are read
+            self._train = None  # frees the old images before the next are read
             self._train = (task, self._read(images, indices))
         return self._train[1]
 
@@ -115,13 +115,13 @@ class ImageCache:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, with what PyTorch holds there and does not use."""
+    """Free bytes on a GPU, including memory that PyTorch has reserved but does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def main_memory() -> int:
-    """Bytes that this process may have: the machine's, or the container's where that is less; 8 GiB if unknown."""
+    """Bytes of memory for this process: the machine's, or the container's limit if lower; 8 GiB if unknown."""
     limits = []
     with suppress(AttributeError, OSError, ValueError):  # not on Windows
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,6 +1,6 @@
-"""The images of a split, in memory or on disk, and image files of any kind as RGB bytes.
+"""The images of a split, in memory or on disk; image files of any kind as RGB bytes.
 
-PyTorch is loaded with the first image, so that data sets can be named and prepared without it.
+PyTorch is imported with the first image, so that data sets can be listed and prepared without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 B = TypeVar("B")
-# What Pillow's readers raise for damaged files, besides its own.
+# What Pillow raises for damaged files, besides its own errors.
 DAMAGE = (
     OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, struct.error,
     Image.DecompressionBombError,
@@ -33,8 +33,8 @@ DAMAGE = (
 
 
 class Images(Protocol):
-    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both. `bad` has what is wrong with
-    those that cannot be read, by index; `name` what an image is called."""
+    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both. `bad` returns what is wrong with
+    unreadable images, by index."""
 
     labels: NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class Images(Protocol):
 
 
 class ArrayImages:
-    """Images in one uint8 array, (n, h, w) for grey ones or (n, h, w, 3)."""
+    """Images in one uint8 array, (n, h, w) if grey or (n, h, w, 3)."""
 
     def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
         self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
@@ -62,7 +62,7 @@ class ArrayImages:
         return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
     def stack(self, indices: NDArray[np.int64]) -> Tensor:
-        """(n, 3, h, w)."""
+        """These images as (n, 3, h, w)."""
         pixels = _tensor(self.pixels[indices])
         images = pixels[:, None].expand(-1, 3, -1, -1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
         return images.contiguous()
@@ -89,7 +89,7 @@ class ArrayImages:
 
 
 class DecodedImages:
-    """Images that are decoded when asked for; a subclass says how."""
+    """Images that are decoded on access. A subclass defines how."""
 
     labels: NDArray[np.int64]
     checked = False  # whether every image is known to be readable
@@ -108,13 +108,13 @@ class DecodedImages:
         return _tensor(pixels).permute(2, 0, 1)
 
     def check(self) -> None:
-        """Decodes every image, so that a bad one is found before the first task is trained."""
+        """Decodes every image, to find bad ones before training starts."""
         if not self.checked:
             for _ in in_threads(self.image, range(len(self.labels))):
                 pass
 
     def bad(self) -> dict[int, str]:
-        """The indices of the images that cannot be read, each with what is wrong."""
+        """What is wrong with the images that cannot be read, by index."""
         found = in_threads(self._trouble, range(len(self.labels)))
         return {index: trouble for index, trouble in enumerate(found) if trouble is not None}
 
@@ -137,7 +137,7 @@ class FileImages(DecodedImages):
         return _refusal(self.files[index], trouble)
 
     def name(self, index: int) -> str:
-        """Its path below the root, where it lies there."""
+        """The path relative to the root, if the file is below it."""
         path = self.files[index]
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.as_posix()
 
@@ -162,7 +162,7 @@ def _tensor(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def decode(path: Path) -> NDArray[np.uint8]:
-    """The image as (h, w, 3), turned as its EXIF says; of an animation the first frame."""
+    """The image as (h, w, 3), rotated as its EXIF data says; the first frame of an animation."""
     made = try_decode(path)
     if isinstance(made, str):
         raise _refusal(path, made)
@@ -170,7 +170,7 @@ def decode(path: Path) -> NDArray[np.uint8]:
 
 
 def _refusal(path: Path, trouble: str) -> UserError:
-    return UserError(f"{path} {trouble}: repair or remove it, or leave bad images out (--skip-bad).")
+    return UserError(f"{path} {trouble}: repair or remove it, or skip bad images (--skip-bad).")
 
 
 def try_decode(path: Path) -> NDArray[np.uint8] | str:
@@ -185,9 +185,9 @@ def try_decode(path: Path) -> NDArray[np.uint8] | str:
 
 
 def reason(error: Exception) -> str:
-    """What Pillow's error says, without addresses in memory."""
+    """Pillow's error message, without memory addresses."""
     if isinstance(error, Image.UnidentifiedImageError):
-        return "no image format that is known"
+        return "unknown image format"
     return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
 
 
@@ -196,14 +196,14 @@ def rgb(image: Image.Image) -> NDArray[np.uint8]:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey images of 16 bits by their upper eight, which Pillow would cut off at 255."""
+    """Keeps the upper eight bits of 16-bit grey images; Pillow would clip them at 255."""
     if image.mode == "I" or image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
     return image
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], threads: int | None = None, ahead: int = 64) -> Iterator[B]:
-    """The results in order; at most `ahead` are computed before they are needed, and an error stops the rest."""
+    """The results in order. At most `ahead` are computed in advance, and an error stops the rest."""
     with ThreadPoolExecutor(threads) as pool:
         under_way: deque[Future[B]] = deque()
         try:

@@ -1,7 +1,7 @@
 """Batches of images and labels: image by image on the CPU, or in blocks of many batches on the device.
 
-In blocks, the host samples the random parameters of an epoch and reads nothing back; the device does the rest.
-Blocks are cut to what memory allows, and their size changes nothing in what the model sees.
+With blocks, the host samples the random parameters of an epoch and reads nothing back; the device does the rest.
+Memory limits the size of a block, which does not change what the model sees.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 
 Batch = tuple[Tensor, Tensor]
-Sample = tuple[int, int | None]  # an image's index, and the seed of its augmentation (None: as in evaluation)
+Sample = tuple[int, int | None]  # an image's index, and its augmentation's seed (None: as in evaluation)
 
 
 @dataclass(frozen=True)
 class CpuLoader:
-    """Batches made image by image on the CPU, in other processes if there are workers."""
+    """Batches made image by image on the CPU, in worker processes if `workers` is not 0."""
 
     images: Images
     labels: NDArray[np.int64]
@@ -45,7 +45,7 @@ class CpuLoader:
         return self._from_workers(batches) if self.workers else map(self.__getitems__, batches)
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
-        """One batch. PyTorch's loader calls it, too."""
+        """One batch. PyTorch's loader calls this as well."""
         pixels = []
         for index, seed in samples:
             image = self.images.image(index)
@@ -63,29 +63,29 @@ class CpuLoader:
         )
         try:
             yield from loader
-        except UserError as error:  # comes with the worker's traceback; its last line is ours
+        except UserError as error:  # it carries the worker's traceback; the last line is ours
             sentence = str(error).strip().splitlines()[-1]
             raise UserError(sentence.removeprefix(f"{UserError.__module__}.UserError: ")) from None
 
 
 def _collated(batch: Any) -> Any:
-    """`__getitems__` has done it already."""
+    """`__getitems__` has collated the batch already."""
     return batch
 
 
 @dataclass(frozen=True)
 class BatchedLoader:
-    """Batches of images and labels that lie on the device."""
+    """Batches of images and labels on the device."""
 
     transforms: BatchedTransforms
     images: CachedImages
     places: NDArray[np.int64]
-    """which of the cached images, in this order"""
+    """positions of the cached images, in the order to load"""
     labels: NDArray[np.int64]
-    """of these images"""
+    """labels of these images"""
     batch_size: int
     seed: int | None
-    """of the augmentation; None: as in evaluation"""
+    """seed of the augmentation; None: as in evaluation"""
 
     def __len__(self) -> int:
         return -(-len(self.places) // self.batch_size)
@@ -110,7 +110,8 @@ class BatchedLoader:
                 yield images[part], labels[block][part]
 
     def _blocks(self, most: int) -> list[slice]:
-        """Consecutive batches with at most `most` values before or after the transforms; at least one batch each."""
+        """Groups consecutive batches into blocks with at most `most` values before and after the transforms, but at
+        least one batch."""
         each = 3 * np.maximum(self.images.sizes[self.places].prod(1), self.transforms.size**2)
         starts = range(0, len(self.places), self.batch_size)
         blocks: list[slice] = []
@@ -132,7 +133,7 @@ class BatchedLoader:
         for where, images in groups:
             part = None if params is None else params.rows(where)
             made = transforms.train(on_device(images, transforms.device), part)
-            if len(where) == count:  # all of one size, in their order
+            if len(where) == count:  # all have one size, so they are in order
                 return transforms.normalize(made)
             if result is None:
                 result = made.new_empty(count, *made.shape[1:])
@@ -142,7 +143,7 @@ class BatchedLoader:
 
 
 def block_values(device: torch.device) -> int:
-    """Values (three per pixel) in a block: enough for thousands of small images. The work takes about 32 bytes per
-    value."""
+    """The number of values (three per pixel) in a block: enough for thousands of small images. The transforms need
+    about 32 bytes per value."""
     least, most = 1 << 22, 1 << 26
     return max(least, min(most, free_bytes(device) // 64)) if device.type == "cuda" else least

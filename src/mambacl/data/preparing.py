@@ -1,7 +1,7 @@
-"""From archives and split lists, local or on the network, to a folder that can be trained from.
+"""Turns archives and split lists, local or downloaded, into a folder to train from.
 
-Everything can be interrupted at any moment: what exists and is right stays, so that the same command again continues.
-Nothing of the user's is moved, deleted or overwritten, and nothing is written outside the folder.
+It can be interrupted at any moment: correct files stay, and the same command continues. It never moves, deletes or
+overwrites the user's files, and writes nothing outside the folder.
 """
 
 import gzip
@@ -33,18 +33,20 @@ def prepare(
     lists: str | Path | None = None,
     say: Say = lambda line: None,
 ) -> DataSet:
-    """Makes `root` hold a public data set. `sources` are its archives, a folder of them, or addresses; `lists` a folder
-    with the public split lists. What is not given is downloaded."""
+    """Puts a public data set into `root`. `sources` are its archives, a folder of them, or URLs; `lists` is a folder
+    with the public split lists. Everything else is downloaded."""
     source = SOURCES.get(name)
     if source is None:
         known = ", ".join(key for key, entry in SOURCES.items() if entry.downloads)
-        raise UserError(f"There is nothing to prepare for '{name}'.{did_you_mean(name, SOURCES)} Known: {known}.")
+        raise UserError(f"There is no data set '{name}' to prepare.{did_you_mean(name, SOURCES)} Known: {known}.")
     if not source.downloads:
-        raise UserError(f"'{name}' needs no preparing: the root holds {source.layout}; `mambacl data check {name}`.")
+        raise UserError(
+            f"'{name}' needs no preparation: its root holds {source.layout}; check it with `mambacl data check {name}`."
+        )
     if not str(root):
-        raise UserError("The root is an empty name: give the folder that is to hold the data set.")
+        raise UserError("The root is empty: name the folder to put the data set into.")
     if lists is not None and not source.lists:
-        raise UserError(f"'{name}' has no split lists: leave --lists out.")
+        raise UserError(f"'{name}' has no split lists: remove --lists.")
     given = [str(entry) for entry in sources]
     _refuse_unused(given, source)
     root = expanded(root)
@@ -56,7 +58,7 @@ def prepare(
             raise UserError(f"{changed[0]}: move it away, or choose another root.")
         complete = _is_complete(name, root, source)
         if complete:
-            say("The images are there already.")
+            say("The images are already complete.")
         for wanted in () if complete else source.downloads:
             one = _given_source(wanted, given, len(source.downloads))
             if wanted.unpack:
@@ -67,13 +69,13 @@ def prepare(
 
 
 def missing(dataset: DataSet) -> int:
-    """How many of its files are not there."""
+    """The number of files that do not exist."""
     splits = [images for images in (dataset.train, dataset.test) if isinstance(images, FileImages)]
     return sum(not path.exists() for images in splits for path in images.files)
 
 
 def not_public(name: str, root: str | Path) -> list[str]:
-    """Which of the files that are used directly have the name of a public file and another content."""
+    """Files with the name of a public file but different content, in words; archives are not checked."""
     source = SOURCES.get(name)
     plain = [wanted for wanted in source.downloads if not wanted.unpack] if source else []
     folder = expanded(root)
@@ -83,7 +85,7 @@ def not_public(name: str, root: str | Path) -> list[str]:
 
 
 def _is_complete(name: str, root: Path, source: Source) -> bool:
-    """Every image of the public data set exists, wherever it came from."""
+    """Whether every image of the public data set exists, wherever it came from."""
     try:
         dataset = open_dataset(name, root)
     except (UserError, OSError):
@@ -97,27 +99,27 @@ def _given_list(wanted: Download, lists: str | Path | None) -> str | None:
         return None
     path = expanded(lists) / wanted.name
     if not path.is_file():
-        raise UserError(f"There is no {path}: --lists is a folder with {wanted.name}.")
+        raise UserError(f"{path} does not exist: --lists takes a folder with {wanted.name}.")
     return str(path)
 
 
 def _refuse_unused(given: Sequence[str], source: Source) -> None:
-    """Each source must be used for something."""
+    """Refuses a source that the data set does not use."""
     names = [wanted.name for wanted in source.downloads]
     for entry in given:
         path = expanded(entry)
         if "://" not in entry and not path.exists():
-            raise UserError(f"There is no file or folder {entry}: --source is an archive, a folder of them or a URL.")
+            raise UserError(f"{entry} does not exist: --source takes an archive, a folder of them or a URL.")
         named = entry.rstrip("/").rpartition("/")[2] in names
         fits = any((path / name).is_file() for name in names) if path.is_dir() else named or len(names) == 1
         if not fits:
             raise UserError(
-                f"--source {entry} is not, and does not hold, any of {', '.join(names)}: give it that name."
+                f"--source {entry} neither is nor contains one of {', '.join(names)}: rename the file accordingly."
             )
 
 
 def _given_source(wanted: Download, given: Sequence[str], downloads: int) -> str | None:
-    """Which of the sources given is this one: by its file's name, in a folder, or because there is only one."""
+    """The given source for this download: matched by file name, found in a folder, or the only one."""
     for entry in given:
         path = expanded(entry)
         if path.is_dir() and (path / wanted.name).is_file():
@@ -131,7 +133,7 @@ def _given_source(wanted: Download, given: Sequence[str], downloads: int) -> str
 
 
 def _put(wanted: Download, root: Path, given: str | None, say: Say) -> None:
-    """A file that is used directly."""
+    """Puts a file that needs no unpacking in place."""
     path = root / wanted.folder / wanted.name
     refuse_dangling(path)
     file = _obtain(wanted, None if path.exists() else given, path, say)
@@ -144,15 +146,15 @@ def _unpack(wanted: Download, root: Path, given: str | None, say: Say) -> None:
     archive = _obtain(wanted, given, root / "downloads" / wanted.name, say)
     say(f"Unpacking {archive}")
     written, present = unpack(archive, root / wanted.folder)
-    say(f"{written:,} files written, {present:,} were there already")
+    say(f"{written:,} files written, {present:,} already existed")
 
 
 def _obtain(wanted: Download, given: str | None, path: Path, say: Say) -> Path:
-    """The given local file, or `path`, downloaded unless it exists; verified."""
+    """The given local file, or `path`, downloaded if it does not exist. Verifies the checksum."""
     if given is not None and "://" not in given:
         local = expanded(given)
         if not local.is_file():
-            raise UserError(f"There is no file {local}: --source is an archive, a folder of them or a URL.")
+            raise UserError(f"{local} does not exist: --source takes an archive, a folder of them or a URL.")
         _verify(local, wanted, "get the right one")
         return local
     if path.exists():
@@ -189,7 +191,7 @@ class Member:
 
 
 def unpack(archive: Path, folder: Path) -> tuple[int, int]:
-    """How many files were written, and how many were there already with the same size."""
+    """Returns how many files were written, and how many existed already with the same size."""
     written = present = 0
     try:
         wanted = [(target(folder, member.name, archive), member.size) for member in members(archive)]
@@ -207,26 +209,25 @@ def unpack(archive: Path, folder: Path) -> tuple[int, int]:
                     write_stream(path, source)
                 written += 1
     except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise UserError(f"{archive} is damaged ({error}): download it again; what was unpacked stays.") from None
+        raise UserError(f"{archive} is damaged ({error}): download it again; unpacked files stay.") from None
     return written, present
 
 
 def members(archive: Path) -> Iterator[Member]:
-    """The files of a zip or tar archive, in its order; folders are left out, links and devices are refused."""
+    """The files of a zip or tar archive, in order. Skips folders and refuses links and devices."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as zipped:
             for info in zipped.infolist():
                 mode = info.external_attr >> 16
                 if stat.S_ISLNK(mode):
-                    raise UserError(f"{archive} holds the link '{info.filename}', which is not unpacked: get another.")
+                    raise UserError(f"{archive} contains '{info.filename}', a link: use another archive.")
                 if not info.is_dir():
                     yield Member(info.filename, info.file_size, lambda info=info: zipped.open(info))  # type: ignore[misc]
     elif tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
             for entry in tar:
                 if not entry.isdir() and not entry.isreg():
-                    raise UserError(f"{archive} holds '{entry.name}', a link or device, which is not unpacked: "
-                                    "get another archive.")  # fmt: skip
+                    raise UserError(f"{archive} contains '{entry.name}', a link or device: use another archive.")
                 if entry.isreg():
                     yield Member(entry.name, entry.size, lambda entry=entry: tar.extractfile(entry))  # type: ignore[misc]
     else:
@@ -237,22 +238,22 @@ def target(folder: Path, name: str, archive: Path) -> Path:
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or re.match("[A-Za-z]:", name) or "\0" in name:
         raise UserError(
-            f"{archive} would write outside {folder} ('{name}'): nothing was unpacked; get another archive."
+            f"{archive} would write outside {folder} ('{name}'): nothing was unpacked; use another archive."
         )
     return folder / path
 
 
 def refuse_others(wanted: list[tuple[Path, int]], archive: Path) -> None:
-    """A file with its final name is complete, so one of another size is not ours."""
+    """Refuses files of another size: a file with its final name is complete, so they are not ours."""
     for path, size in wanted:
         refuse_dangling(path)
         if path.is_dir() or (path.exists() and path.stat().st_size != size):
             raise UserError(
-                f"{path} is there already and is not what {archive} holds: move it away, or choose another root."
+                f"{path} already exists and differs from the file in {archive}: move it away, or choose another root."
             )
 
 
 def refuse_dangling(path: Path) -> None:
-    """A link to nothing is the user's, though there is no file."""
+    """Refuses a dangling link: it belongs to the user, although it leads to no file."""
     if path.is_symlink() and not path.exists():
-        raise UserError(f"{path} is a link to nothing: remove it, or choose another root.")
+        raise UserError(f"{path} is a dangling link: remove it, or choose another root.")

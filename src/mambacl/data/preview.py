@@ -17,8 +17,8 @@ SIDE, GAP, TEXT = 64, 4, 330  # pixels
 def preview_tasks(
     dataset: DataSet, tasks: Sequence[Sequence[int]], images: int = 8, domains: Domains | None = None
 ) -> tuple[Image.Image, list[str]]:
-    """The picture, and one line of text per task. Images are training images, of as many classes as there is room for.
-    Where each task is a domain, `domains` are numbered as the tasks."""
+    """The picture, and one line of text per task. It shows training images of as many classes as fit. If each task is a
+    domain, `domains` are numbered like the tasks."""
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 12)
     size = (TEXT + images * (SIDE + GAP) + GAP, len(tasks) * (SIDE + GAP) + GAP)
     picture = Image.new("RGB", size, "white")
@@ -32,7 +32,7 @@ def preview_tasks(
             numbers = (domains.train, domains.test)
             parts = zip(splits, numbers, strict=True)
             members, tested = (_members(part, np.flatnonzero(which == row), classes) for part, which in parts)
-            task = [c for c in task if len(members[c])]  # a domain may lack some
+            task = [c for c in task if len(members[c])]  # a domain can lack classes
         counts = f"{len(task)} classes, {_total(members, task):,} + {_total(tested, task):,} images"
         counts = counts if domains is None else f"{domains.names[row]}: {counts}"
         names = ", ".join(dataset.class_names[c] for c in task)
@@ -57,14 +57,14 @@ def _total(members: Sequence[np.ndarray], task: Sequence[int]) -> int:
 
 
 def _members(images: Images, chosen: np.ndarray, classes: int) -> list[np.ndarray]:
-    """Those of each class among some images."""
+    """The chosen images of each class."""
     labels = images.labels[chosen]
     counts = np.bincount(labels, minlength=classes)
     return np.split(chosen[np.argsort(labels, kind="stable")], np.cumsum(counts)[:-1])
 
 
 def _thumbnail(dataset: DataSet, index: int) -> Image.Image:
-    """The image in a square; a crossed box for one that cannot be read."""
+    """The image in a square; a crossed-out box if it cannot be read."""
     square = Image.new("RGB", (SIDE, SIDE), (235, 235, 235))
     try:
         image = Image.fromarray(np.ascontiguousarray(dataset.train.image(index).permute(1, 2, 0).numpy()))

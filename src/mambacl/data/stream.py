@@ -1,5 +1,5 @@
-"""A stream of tasks, as batches for training and evaluation: the classes of a data set in an order and cut into tasks,
-or its domains one after another."""
+"""A stream of tasks, as batches for training and evaluation. The tasks are groups of a data set's classes, in some
+order, or its domains one after another."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +20,14 @@ from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 from mambacl.scenarios import Scenario
 
-COVARIANCE_PASS = 1 << 32  # in place of an epoch, where a seed is mixed for the covariances
+COVARIANCE_PASS = 1 << 32  # stands for the epoch in the seeds of the covariances' images
 
 
 class Stream:
-    """Labels are positions: class c of the data set has the label `class_order.index(c)`, so that task after task the
-    classifier grows at its end. Where the tasks are domains, each has its own labels for all classes: the classes'
-    positions, after those of the tasks before. `seed` fixes the order of the images and their augmentation. Batches lie
-    on `device` where the transforms' engine is the batched one (on a GPU, unless the other is named), else on the CPU.
+    """A label is a position: class c of the data set has the label `class_order.index(c)`, so that the classifier grows
+    at its end with each task. If the tasks are domains, each task has its own labels for all classes, after those of
+    the tasks before. `seed` fixes the order of the images and their augmentation. Batches are on `device` with the
+    batched engine (the default on a GPU), else on the CPU.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Stream:
         scenario: Scenario = "class",
     ) -> None:
         self.dataset, self.transforms, self.seed, self.workers = dataset, transforms, seed, workers
-        self.validation = validation  # said in stream.json; the data set has been split already
+        self.validation = validation  # for stream.json only: the data set is already split
         self.scenario, self.domains = scenario, None
         if scenario == "domain":
             self.domains = domains_in_order(dataset, order, order_seed)
@@ -64,7 +64,7 @@ class Stream:
         if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
             self._batched, self._cache = BatchedTransforms(transforms, device), ImageCache(device)
         else:
-            _ = transforms.augment  # loads torchvision here, and not in each worker
+            _ = transforms.augment  # imports torchvision here instead of in each worker
 
     def first_label(self, task: int) -> int:
         return sum(len(classes) for classes in self.tasks[:task])
@@ -76,7 +76,7 @@ class Stream:
         return [len(indices) for indices in self._test]
 
     def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Iterable[Batch]:
-        """The task's images, shuffled and augmented; an epoch walks through them `repeats` times."""
+        """The task's images, shuffled and augmented. An epoch has each image `repeats` times."""
         numbers = (self.seed, task, epoch)
         order = np.random.Generator(np.random.PCG64(numbers)).permutation(repeats * self.train_count(task))
 
@@ -86,8 +86,8 @@ class Stream:
         return self._batches("train", task, order, batch_size, self.transforms, seed)
 
     def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
-        """The task's training images in the order of the data set, as in evaluation unless the configuration has
-        another transform for the covariances, whose images these are."""
+        """The images for the covariances: the task's training images in the order of the data set, transformed as in
+        evaluation unless the configuration has another transform for the covariances."""
         transforms = self.transforms.covariance
         numbers = (self.seed, task, COVARIANCE_PASS)
 
@@ -98,7 +98,7 @@ class Stream:
         return self._batches("train", task, places, batch_size, transforms, seed if transforms.augments else None)
 
     def some_images(self, task: int, count: int) -> torch.Tensor:
-        """Up to `count` training images of the task, spread evenly over it, as in evaluation."""
+        """Up to `count` training images, spread evenly over the task, transformed as in evaluation."""
         last = self.train_count(task) - 1
         chosen = np.unique(np.linspace(0, last, min(count, last + 1)).round().astype(int))
         [(images, _)] = self._batches("train", task, chosen, len(chosen), self.transforms)
@@ -116,8 +116,8 @@ class Stream:
         transforms: Transforms,
         seed: Callable[[int | None], int] | None = None,
     ) -> Iterable[Batch]:
-        """The task's images at these positions, which count on where an epoch walks through the images again. `seed` is
-        that of the augmentation: of a position, or of all for None; without it, images are as in evaluation."""
+        """The task's images at these positions, which wrap around after the last image. `seed` returns the
+        augmentation's seed for a position, or for all of them given None. Without it, images are as in evaluation."""
         training = split == "train"
         images = self.dataset.train if training else self.dataset.test
         labels = self._train_labels if training else self._test_labels
@@ -135,7 +135,7 @@ class Stream:
         return BatchedLoader(batched, cached, places, labels[indices[places]], batch_size, common)
 
     def describe(self) -> dict[str, Any]:
-        """What identifies the stream, for stream.json and results.json."""
+        """The facts that identify the stream, for stream.json and results.json."""
         names = self.dataset.class_names
         optional: dict[str, Any] = {}
         if self.scenario != "class":
@@ -159,7 +159,7 @@ class Stream:
         }
 
     def _fingerprint(self) -> str:
-        """The data set's; where the tasks are domains, it changes with them as well."""
+        """The data set's fingerprint. If the tasks are domains, it also covers the domain of each image."""
         fingerprint = self.dataset.fingerprint()
         if self.domains is None:
             return fingerprint
@@ -170,7 +170,7 @@ class Stream:
 
 
 def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
-    """Numbers of each task's images, in the order of the data set."""
+    """The indices of each task's images, in the order of the data set."""
     ends = np.cumsum([len(task) for task in tasks])
     which = np.searchsorted(ends, labels, side="right")
     counts = np.bincount(which, minlength=len(tasks))
@@ -178,15 +178,15 @@ def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[
 
 
 def mix_seeds(*numbers: int) -> int:
-    """One seed from several numbers, each of which matters."""
+    """One seed from several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def open_data(config: StreamConfig) -> DataSet:
-    """The images that a configuration names: those to train with and those to evaluate on."""
+    """The configured data set: images to train on and images to evaluate on."""
     dataset = open_dataset(config.dataset, config.root, config.skip_bad)
     if config.by_domain:
-        domains_in_order(dataset)  # says what is wrong with them before anything is held back
+        domains_in_order(dataset)  # raises for unusable domains before images are held back
     if config.validation is not None:
         dataset = dataset.with_validation(config.validation, config.by_domain)
     return dataset.limited(config.train_per_class, config.by_domain)
@@ -201,7 +201,7 @@ def open_stream(
     workers: int,
     device: torch.device | str = "cpu",
 ) -> Stream:
-    """The stream that a configuration names; `image_size`, `mean`, `std` and `device` are the backbone's."""
+    """The configured stream; `image_size`, `mean`, `std` and `device` are the backbone's."""
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
     return Stream(

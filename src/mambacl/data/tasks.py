@@ -1,7 +1,7 @@
-"""Class orders, and tasks cut from them: groups of classes, or domains with the same classes in each.
+"""Class orders and the tasks made from them: groups of classes, or domains that share all classes.
 
-Orders are the conventions of the public code bases, by name; a seed means nothing across them. Without PyTorch and
-NumPy: options are checked before they are loaded.
+Orders are named after the public code bases whose convention they follow; the same seed means something else in each.
+No PyTorch or NumPy here: options are checked before they are imported.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def natural(classes: int, seed: int) -> list[int]:
 
 
 def pilot(classes: int, seed: int) -> list[int]:
-    """PILOT, PyCIL and CPrompt (their usual seed is 1993)."""
-    import numpy as np  # here, because options are checked without it
+    """PILOT, PyCIL and CPrompt (usual seed: 1993)."""
+    import numpy as np  # late: options are checked without it
 
     return np.random.RandomState(seed).permutation(classes).tolist()
 
 
 def mamba_cl(classes: int, seed: int) -> list[int]:
-    """The public Mamba-CL and VPT-NSP (seeds 2024, 2025, 2026)."""
+    """The public Mamba-CL and VPT-NSP (usual seeds: 2024, 2025, 2026)."""
     import numpy as np
 
     order = np.arange(classes)
@@ -49,7 +49,7 @@ def coda_prompt(classes: int, seed: int) -> list[int]:
     return order
 
 
-ORDERS: dict[str, tuple[Callable[[int, int], list[int]], int]] = {  # with the seed that each code base starts from
+ORDERS: dict[str, tuple[Callable[[int, int], list[int]], int]] = {  # with the first seed of each code base
     "natural": (natural, 0),
     "pilot": (pilot, 1993),
     "mamba-cl": (mamba_cl, 2024),
@@ -64,8 +64,8 @@ def class_order(
     names: Sequence[str] | None = None,
     what: str = "class",
 ) -> list[int]:
-    """The classes in the order in which they are learned: by a convention's name, from a file of class numbers or
-    names, or as an explicit list. `what` they are called may be something else, such as "domain"."""
+    """The classes in the order in which they are learned: from the name of a convention, from a file of class numbers
+    or names, or from a list. `what` is the word for a class in messages, e.g. "domain"."""
     if isinstance(order, str) and is_file(order):
         order = read_order(expanded(order), names or [], what)
     if isinstance(order, str):
@@ -74,15 +74,15 @@ def class_order(
             hint = did_you_mean(order, ORDERS)
             raise UserError(
                 f"There is no {what} order '{order}'.{hint} Known: {known}, a list of {what} numbers, or the path of a "
-                f"file (.txt) with one {what} per line."
+                f"text file with one {what} per line."
             )
         if seed is not None and not 0 <= seed < 2**32:
-            raise UserError(f"order_seed must lie between 0 and 2^32 - 1, got {seed}.")
+            raise UserError(f"order_seed must be between 0 and 2^32 - 1, got {seed}.")
         function, usual = ORDERS[order]
         return function(classes, usual if seed is None else seed)
     if sorted(order) != list(range(classes)):
         several = {"class": "classes"}.get(what, f"{what}s")
-        raise UserError(f"A {what} order lists each of the {classes} {several}, 0 to {classes - 1}, exactly once.")
+        raise UserError(f"A {what} order must list each of the {classes} {several}, 0 to {classes - 1}, exactly once.")
     return [int(c) for c in order]
 
 
@@ -91,7 +91,7 @@ def is_file(order: str) -> bool:
 
 
 def read_order(path: Path, names: Sequence[str], what: str = "class") -> list[int]:
-    """One class per line, by number or name; empty lines do not count."""
+    """Reads one class per line, by number or name, and ignores empty lines."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -104,26 +104,26 @@ def read_order(path: Path, names: Sequence[str], what: str = "class") -> list[in
         return [int(line) for line in lines]
     for line in lines:
         if line not in number:
-            raise UserError(f"The {what} order {path} names '{line}', which is no {what}.{did_you_mean(line, names)}")
+            raise UserError(f"The {what} order {path} has '{line}', which is not a {what}.{did_you_mean(line, names)}")
     return [number[line] for line in lines]
 
 
 def split_into_tasks(
     order: Sequence[int], tasks: int | Sequence[int], first_task: int | None = None
 ) -> list[list[int]]:
-    """The order cut into tasks: a number of (nearly) equal size, after a first one of `first_task` classes if given, or
-    of the sizes listed."""
+    """Cuts the order into tasks: either a number of (nearly) equal size, after a first one with `first_task` classes if
+    given, or tasks of these sizes."""
     classes = len(order)
     if first_task is not None:
         if not isinstance(tasks, int) or tasks < 2 or not 1 <= first_task <= classes - (tasks - 1):
             raise UserError(
-                f"first_task takes some of the {classes} classes and leaves one at least for each of the other tasks, "
-                f"whose number stands in tasks: not {first_task} of {tasks}."
+                f"first_task must leave at least one of the {classes} classes for each other task, and tasks must be "
+                f"a number of at least 2, got first_task {first_task} and tasks {tasks}."
             )
         return [list(order[:first_task]), *split_into_tasks(order[first_task:], tasks - 1)]
     if isinstance(tasks, int):
         if not 1 <= tasks <= classes:
-            raise UserError(f"{classes} classes make 1 to {classes} tasks, not {tasks}.")
+            raise UserError(f"tasks must be between 1 and {classes}, the number of classes, got {tasks}.")
         sizes = [classes // tasks + (1 if t < classes % tasks else 0) for t in range(tasks)]
     else:
         sizes = [int(size) for size in tasks]
@@ -140,14 +140,14 @@ def tasks_of(
     order_seed: int | None = None,
     first_task: int | None = None,
 ) -> tuple[list[int], list[list[int]]]:
-    """The order of the classes, and those of each task."""
+    """The class order, and the classes of each task."""
     if isinstance(tasks, str):
         if dataset.tasks is None:
             if dataset.domains is not None and (found := class_in_several(dataset, dataset.domains)):
                 raise UserError(f"{found}: give each class one task, or set stream.scenario to domain.")
-            raise UserError(f"The data set {dataset.name} names no tasks: give stream.tasks a number.")
+            raise UserError(f"The data set {dataset.name} defines no tasks: set stream.tasks to a number.")
         if order != "natural" or first_task is not None:
-            raise UserError("The data set's own tasks keep their order: leave stream.order and first_task out.")
+            raise UserError("The data set's own tasks have a fixed order: remove stream.order and first_task.")
         return [c for task in dataset.tasks for c in task], [list(task) for task in dataset.tasks]
     classes = class_order(order, len(dataset.class_names), order_seed, dataset.class_names)
     return classes, split_into_tasks(classes, tasks, first_task)
@@ -162,8 +162,8 @@ def domains_in_order(
     domains = dataset.domains
     if domains is None:
         raise UserError(
-            f"The data set {dataset.name} names no domains: use domainnet-345, domain-folders or a manifest with a "
-            "task for each image, or leave stream.scenario out."
+            f"The data set {dataset.name} defines no domains: use domainnet-345, domain-folders or a manifest with a "
+            "task for each image, or remove stream.scenario."
         )
     _refuse_unusable(dataset, domains)
     wanted = class_order(order, len(domains.names), order_seed, domains.names, "domain")
@@ -182,13 +182,13 @@ def _refuse_unusable(dataset: DataSet, domains: Domains) -> None:
             raise UserError(f"The domain '{empty}' of {dataset.name} has no {split} images; add some, or remove it.")
     if class_in_several(dataset, domains) is None:
         raise UserError(
-            f"Each class of {dataset.name} comes from one domain only, which makes its tasks class-incremental: leave "
-            "stream.scenario out, or use a data set whose domains share classes, such as domainnet-345."
+            f"Each class of {dataset.name} comes from only one domain, which makes its tasks class-incremental: remove "
+            "stream.scenario, or use a data set whose domains share classes, such as domainnet-345."
         )
 
 
 def class_in_several(dataset: DataSet, domains: Domains) -> str | None:
-    """Which class is in more than one of them, in words; None where no class is."""
+    """A sentence about a class that is in more than one domain; None if no class is."""
     import numpy as np
 
     classes = len(dataset.class_names)

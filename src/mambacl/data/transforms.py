@@ -1,7 +1,7 @@
-"""From an image (uint8, 3 x h x w) to the model's input: for training, for evaluation, for the covariances.
+"""Turns an image (uint8, 3 x h x w) into the model's input: for training, evaluation and the covariances.
 
-Every random choice comes from a seed that belongs to the image and the pass, so that neither the number of workers nor
-an interruption changes what the model sees.
+Every random choice comes from a seed of the image and the pass, so that neither the number of workers nor an
+interruption changes what the model sees.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mambacl.data.config import TransformConfig
 if TYPE_CHECKING:
     from torchvision.transforms import InterpolationMode
 
-Step = dict[str, Any]  # one step of a transform, for a reader
+Step = dict[str, Any]  # one step of a transform, for stream.json
 
 
 class Transforms:
-    """Built once; `train` and `evaluate` give float images, `normalize` takes a batch of them to the model's input.
+    """`train` and `evaluate` transform an image; `normalize` turns a batch of them into the model's input.
 
-    torchvision is loaded when something is asked of it, which takes seconds: the batched engine rarely needs it.
+    torchvision is imported on first use, because that takes seconds and the batched engine rarely needs it.
     """
 
     def __init__(self, config: TransformConfig, image_size: int, mean: list[float], std: list[float]) -> None:
@@ -49,11 +49,11 @@ class Transforms:
 
     @cached_property
     def covariance(self) -> Transforms:
-        """What the covariances see: `train` of these where they augment, else `evaluate`."""
+        """The transforms for the covariances, which use `train` if they augment and `evaluate` otherwise."""
         return Transforms(self.config.for_covariance(), *self._backbone)
 
     def describe(self) -> dict[str, list[Step]]:
-        """The steps of each transform, with the values that come from the backbone."""
+        """The steps of each transform, including values that come from the backbone."""
         return {
             "training": self._steps(True),
             "evaluation": self._steps(False),

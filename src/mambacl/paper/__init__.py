@@ -1,4 +1,4 @@
-"""The paper's tables as quoted values; `tables.yaml` holds them, with where each comes from."""
+"""The paper's tables as quoted values, and its experiments. `tables.yaml` has the values and their sources."""
 
 from mambacl.paper.quoted import PaperTable, Quoted, Row, paper_table, sources, table_names
 

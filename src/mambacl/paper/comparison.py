@@ -1,7 +1,7 @@
-"""A table of the paper beside our runs: which run stands in which cell, and how far it is from the paper's value.
+"""Compares our runs with a table of the paper: which run belongs to which cell, and how far the values differ.
 
-A benchmark is known by its data set and its tasks, not by the name of the run's preset; a run that has other images,
-classes or tasks than the paper's gets a column of its own.
+A run's benchmark follows from its data set and tasks, not from its preset's name. A run with other images, classes or
+tasks than the paper's gets a separate column.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from mambacl.reports.runs import RunRecord
 from mambacl.training.metrics import METRICS
 
 CLASSES = {"cifar100": 100, "imagenet-r": 200, "domainnet-s200": 200}
-"""in each of the paper's data sets"""
+"""number of classes in each of the paper's data sets"""
 AVERAGE = "average"
 """the column that is a mean over the others"""
 Key = tuple[str, str]
@@ -26,7 +26,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class MetricNames:
-    """Which of our figures stand beside the paper's accuracy and forgetting; the defaults are its formulas."""
+    """Which of our metrics to compare with the paper's accuracy and forgetting; the defaults are its formulas."""
 
     accuracy: str = "final_accuracy_tasks"
     forgetting: str = "forgetting"
@@ -38,13 +38,13 @@ class MetricNames:
 
 @dataclass
 class Line:
-    """A row of the paper, or of ours, with our figures beside the paper's."""
+    """A row of the paper, or an additional one, with our values and the paper's."""
 
     name: str
     row: Row | None = None
     ours: dict[Key, Value] = field(default_factory=dict)
     shares: dict[Key, float] = field(default_factory=dict)
-    """of what the row is a part or an increase of, where the paper prints that too"""
+    """the values as shares of another row, where the paper prints them, too"""
     runs: list[RunRecord] = field(default_factory=list)
 
     @property
@@ -55,7 +55,7 @@ class Line:
         return self.row.values.get(key) if self.row else None
 
     def difference(self, key: Key) -> float | None:
-        """Ours less the paper's, in the unit of both."""
+        """Our value minus the paper's, in the same unit."""
         ours, paper = self.ours.get(key), self.paper(key)
         return None if ours is None or paper is None else ours.mean - paper.mean
 
@@ -64,7 +64,7 @@ class Line:
 
     @property
     def state(self) -> str:
-        """Whose figures are there, in words."""
+        """Where our values come from, in words."""
         tools = list(dict.fromkeys(run.imported for run in self.runs if run.imported))
         if self.runs:
             seeds = ", ".join(dict.fromkeys(str(run.seed) for run in self.runs))
@@ -72,7 +72,7 @@ class Line:
         if self.ours:
             return "from the rows above"
         if self.row is None or self.row.source == "derived":
-            return "the paper's alone"
+            return "paper only"
         return "no run given" if is_implemented(self.row) else "not in mambacl"
 
 
@@ -81,18 +81,18 @@ class Comparison:
     table: PaperTable
     names: MetricNames
     keys: tuple[Key, ...]
-    """the paper's columns, then those of benchmarks that it has not"""
+    """the paper's columns, then those of other benchmarks"""
     lines: tuple[Line, ...]
     left_out: tuple[RunRecord, ...]
-    """runs that are not finished"""
+    """unfinished runs"""
     notes: tuple[str, ...] = ()
-    """what a reader should know about the runs as a whole"""
+    """what a reader should know about all runs"""
 
 
 def compare_with_paper(
     name: str, records: Sequence[RunRecord], names: MetricNames | None = None, notes: Sequence[str] = ()
 ) -> Comparison:
-    """The paper's table `name` with the figures of the runs beside its own: mean and sample deviation over seeds."""
+    """The paper's table `name` with the values of our runs: mean and sample deviation over seeds."""
     table, names = paper_table(name), names or MetricNames()
     finished = [record for record in records if record.finished]
     lines: list[Line] = []
@@ -110,7 +110,7 @@ def compare_with_paper(
 
 
 def _derive(table: PaperTable, lines: Sequence[Line]) -> None:
-    """What the paper computes from the rows above: a mean over benchmarks, the increase, the share of a part."""
+    """Adds what the paper computes from other rows: the mean over benchmarks, the increase, the share of a part."""
     columns = [name for name in table.columns if name != AVERAGE]
     for line in lines:
         every = [line.ours.get((name, "minutes")) for name in columns]
@@ -129,13 +129,13 @@ def _derive(table: PaperTable, lines: Sequence[Line]) -> None:
 
 
 def _only(lines: Sequence[Line], method: str) -> Mapping[Key, Value]:
-    """The figures of the one row of a method alone; nothing where there are several, which differ by more."""
+    """The values in the only row of a method; empty if it has several rows, which differ in other ways."""
     found = [line for line in lines if line.row and line.row.run and dict(line.row.run) == {"method": method}]
     return found[0].ours if len(found) == 1 else {}
 
 
 def matches(row: Row, run: RunRecord) -> bool:
-    """Whether a run's figures belong in a row of the paper; those of other tools do by the method's name."""
+    """Whether a run belongs to a row of the paper; runs of other tools are matched by the method's name."""
     if run.imported:
         return _without_signs(run.method) == _without_signs(row.method)
     if row.run is None:
@@ -154,8 +154,8 @@ def is_implemented(row: Row) -> bool:
 
 
 def projections(run: RunRecord) -> set[str] | None:
-    """The kinds of parameters whose updates a run projected; None for what is no ablation of Mamba-CL: another method,
-    or a run that leaves one of the kinds as it is."""
+    """The kinds of parameters whose updates a run projects; None if it is not an ablation of Mamba-CL, i.e. has another
+    method or does not train one of the kinds."""
     if run.method == "sequential":
         return set()
     if run.method != "mamba-cl":
@@ -168,7 +168,7 @@ def projections(run: RunRecord) -> set[str] | None:
 
 
 def benchmark_of(run: RunRecord) -> str:
-    """The data set and the number of tasks, with whatever sets the run apart from the paper's benchmark."""
+    """The data set and the number of tasks, and how the run differs from the paper's benchmark."""
     stream = run.config.get("stream")
     dataset = stream.get("dataset") if isinstance(stream, Mapping) else None
     if not isinstance(stream, Mapping) or dataset not in CLASSES or run.imported:
@@ -180,9 +180,9 @@ def benchmark_of(run: RunRecord) -> str:
     if len(set(sizes)) > 1:
         name += ", uneven tasks"
     if stream.get("train_per_class"):
-        name += f", {stream['train_per_class']} images a class"
+        name += f", {stream['train_per_class']} images per class"
     if stream.get("validation"):
-        name += ", on held-back training images"
+        name += ", on validation images"
     if run.scenario != "class":
         name += f", {run.scenario}-incremental"
     if run.skipped:
@@ -191,7 +191,7 @@ def benchmark_of(run: RunRecord) -> str:
 
 
 def value_of(run: RunRecord, metric: str, names: MetricNames) -> float | None:
-    """A run's figure in the unit of the paper's column; None where a run does not have it."""
+    """A run's value in the unit of the paper's column; None if the run does not have it."""
     if metric in ("accuracy", "forgetting"):
         value = run.metric(getattr(names, metric))
         return None if value is None else 100 * value
@@ -199,7 +199,7 @@ def value_of(run: RunRecord, metric: str, names: MetricNames) -> float | None:
 
 
 def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: MetricNames) -> list[Line]:
-    """One line for all benchmarks; further ones where runs differ by more than benchmark and seed."""
+    """One line for all benchmarks; several if the runs differ in more than benchmark and seed."""
     kinds = dict.fromkeys(map(_kind, runs))
     differing = [len({kind[i] for kind in kinds}) > 1 for i in range(3)]
     lines: dict[tuple[object, str], Line] = {}
@@ -226,7 +226,7 @@ def _kind(run: RunRecord) -> tuple[str, str, str]:
 
 
 def _unused(suffix: str, taken: set[str]) -> str:
-    """Groups whose names are cut to the same words stay apart."""
+    """Numbers the suffix if it is taken: different groups can be shortened to the same name."""
     number = 1
     while (found := suffix if number == 1 else f"{suffix} ({number})") in taken:
         number += 1
@@ -239,5 +239,5 @@ def _says_no(rule: object, word: str) -> bool:
 
 
 def _without_signs(name: str) -> str:
-    """coda_prompt and CODA-Prompt are one method."""
+    """For matching names: coda_prompt and CODA-Prompt are the same method."""
     return "".join(sign for sign in name.lower() if sign.isalnum() or sign == "+")

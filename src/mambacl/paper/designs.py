@@ -1,7 +1,7 @@
-"""The paper's tables and figures as lists of runs: which benchmark, method, seed, and what is varied. Pure data.
+"""The paper's tables and figures as lists of runs: benchmark, method, seed and what varies. Pure data.
 
-`--scale paper` takes the presets of the paper's benchmarks. `--scale nano` is the same design with the nano backbone in
-the package, on CIFAR-100 or on the packaged Fashion-MNIST, with as many of the tasks as the classes allow.
+`--scale paper` uses the presets of the paper's benchmarks. `--scale nano` is the same design with the packaged nano
+backbone, on CIFAR-100 or on the packaged Fashion-MNIST, with as many tasks as the classes allow.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ ETAS = (1.0, 0.95, 0.90, 0.85)
 BLOCKS = (1, 12, 24, 36, 48)
 DEPTH = {"paper": 48, "nano": 12}
 BOTH = ("sequential", "mamba-cl")
-NAMES = {"mamba-cl": "Mamba-CL", "sequential": "Mamba-Seq"}  # the paper's
+NAMES = {"mamba-cl": "Mamba-CL", "sequential": "Mamba-Seq"}  # the paper's names
 MAMBA_CL = {"method": "mamba-cl", "series": NAMES["mamba-cl"]}
 ABLATION = (
     (), ("W_delta", "out"), ("W_C", "out"), ("A", "out"), ("W_B", "out"), ("W_delta", "W_C", "A", "W_B"), ("out",),
     PAPER_KINDS,
 )  # fmt: skip
-"""the kinds of parameters whose updates are projected, in the paper's order"""
+"""the kinds of parameters whose updates are projected, in the order of the paper's rows"""
 VARIANTS = {
     "paper": ("mambavision_base", "vim_base", "vmamba_base_s2l15"),
     "nano": ("mambavision_nano", "vim_nano", "vmamba_nano"),
@@ -40,11 +40,11 @@ NANO_CLASSES = {CIFAR: 100, FASHION: 10}
 NANO_BASES: dict[str, dict[str, Any]] = {
     CIFAR: {
         "stream": {"transforms": {"image_size": 32, "augment": "crop-flip"}},
-        "training": {"passes": 10, "decay_after": [5, 8]},  # at the paper's shares of the passes
+        "training": {"passes": 10, "decay_after": [5, 8]},  # the same shares of the passes as in the paper
     },
     FASHION: {
         "stream": {"train_per_class": 200, "transforms": {"image_size": 20}},
-        "nullspace": {"rank": "energy:0.77", "products": "float32"},  # as the preset demo, and why is said there
+        "nullspace": {"rank": "energy:0.77", "products": "float32"},  # as in the preset demo, which says why
         "training": {"passes": 3, "batch_size": 25, "lr": 6e-3, "head_lr": 3e-4, "schedule": "constant"},
     },
 }
@@ -52,14 +52,14 @@ NANO_BASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set in a number of tasks, and what a run on it starts from."""
+    """A data set in a number of tasks, and the configuration of a run on it."""
 
     name: str
     dataset: str
     tasks: int
     eta: float
     base: str | Options
-    """a preset's name, or the options themselves"""
+    """a preset's name, or options"""
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,25 @@ class PlannedRun:
     seed: int
     backbone: str
     variant: str = ""
-    """what sets the run apart from the method's usual one; empty for that"""
+    """how the run differs from the method's usual run; empty for the usual one"""
     varied: Options = field(default_factory=dict)
     series: str = ""
-    """in a figure: the line or the group of bars"""
+    """its line or group of bars in a figure"""
     x: float | str | None = None
-    """in a figure: the place on the axis"""
+    """its place on the figure's axis"""
     losses: bool = False
-    """whether the losses of the first two tasks are kept after each task"""
+    """whether to record the losses of the first two tasks after each task"""
 
     @property
     def key(self) -> str:
-        """The folder's name: designs that need the same run share it."""
+        """The folder's name; designs that need the same run share the folder."""
         variant = f"-{self.variant}" if self.variant else ""
         return f"{self.benchmark.name}-{self.method}{variant}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Where:
-    """What a design is laid out on."""
+    """What a design runs on."""
 
     scale: str
     dataset: str
@@ -102,15 +102,17 @@ Design = Callable[[Where], list[PlannedRun]]
 
 
 def planned(name: str, scale: str = "paper", dataset: str = FASHION, seeds: int = 1) -> list[PlannedRun]:
-    """The runs of a table or figure, those of one benchmark together. `dataset` is that of the scale nano."""
+    """The runs of a table or figure, grouped by benchmark. `dataset` is for the scale nano."""
     if name not in DESIGNS:
-        raise UserError(f"The paper has no '{name}' here.{did_you_mean(name, DESIGNS)} Known: {', '.join(DESIGNS)}.")
+        raise UserError(
+            f"There is no table or figure '{name}'.{did_you_mean(name, DESIGNS)} Known: {', '.join(DESIGNS)}."
+        )
     return DESIGNS[name](Where(scale, dataset, seeds))
 
 
 def benchmarks(names: Iterable[str], where: Where) -> list[Benchmark]:
-    """The paper's benchmarks, or what stands for them at the scale nano: the same numbers of tasks, as far as two
-    classes remain for each."""
+    """The paper's benchmarks, or their substitutes at the scale nano: the same numbers of tasks, as long as each task
+    has two classes."""
     if where.scale == "paper":
         found = []
         for name in names:
@@ -138,13 +140,14 @@ def _columns(table: str) -> list[str]:
 
 
 def _at(size: int, benchmark: Benchmark) -> dict[str, Any]:
-    """Images of another size: by the released code's rule, a crop from 32 pixels more, of CIFAR-100 none."""
+    """Options for another image size. As in the released code, images are cropped from 32 pixels more, except those of
+    CIFAR-100."""
     crop = {} if benchmark.dataset in NANO_CLASSES else {"resize": size + 32}
     return {"stream": {"transforms": {"image_size": size, **crop}}}
 
 
 def _runs(where: Where, names: Iterable[str], vary: Callable[[Benchmark], Iterable[Options]]) -> list[PlannedRun]:
-    """A run for each benchmark, what `vary` gives for it, and seed."""
+    """A run per benchmark, variation and seed; `vary` returns a benchmark's variations."""
     return [
         PlannedRun(benchmark, seed=seed, **{"backbone": where.backbone, **fields})
         for benchmark in benchmarks(names, where)
@@ -154,7 +157,7 @@ def _runs(where: Where, names: Iterable[str], vary: Callable[[Benchmark], Iterab
 
 
 def _methods(table: str, methods: Sequence[str]) -> Design:
-    """Methods side by side on the benchmarks of a table."""
+    """Compares methods on the benchmarks of a table."""
     return lambda where: _runs(where, _columns(table), lambda _: [{"method": method} for method in methods])
 
 
@@ -197,7 +200,7 @@ def _eta(where: Where) -> list[PlannedRun]:
 
 
 def blocks(scale: str) -> list[int]:
-    """How many of the first blocks are fine-tuned: the paper's numbers, or the same shares of the nano's twelve."""
+    """How many of the first blocks to fine-tune: the paper's numbers, or the same shares of nano's twelve."""
     return list(dict.fromkeys(max(1, round(count * DEPTH[scale] / BLOCKS[-1])) for count in BLOCKS))
 
 
@@ -228,7 +231,7 @@ def _pretraining(where: Where) -> list[PlannedRun]:
 
 
 def _curve(losses: bool) -> Design:
-    """The figures by task have ImageNet-R and CIFAR-100 in ten tasks."""
+    """The figures with values after each task use ImageNet-R and CIFAR-100 in ten tasks."""
     fields = {"variant": "losses" if losses else "", "losses": losses}
 
     def design(where: Where) -> list[PlannedRun]:
@@ -239,17 +242,18 @@ def _curve(losses: bool) -> Design:
 
 
 NANO_WORDS = {
-    "long-sequence": "no task of one class, so 50 tasks of CIFAR-100 and 5 of Fashion-MNIST are the most",
-    "variants": "the small sizes of the three families, at 32 pixels, from random weights in place of ImageNet-1k's",
-    "scratch": f"{NANO} in place of defocus_mamba_tiny",
-    "blocks": f"the first {', '.join(map(str, blocks('nano')))} of {DEPTH['nano']} blocks, shares as in the paper",
-    "pretraining": f"{PRETRAINING['nano'][0]}'s weights and {PRETRAINING['nano'][1]}, in place of ImageNet-21k's and "
+    "long-sequence": "each task has at least two classes, so CIFAR-100 has at most 50 tasks and Fashion-MNIST 5",
+    "variants": "the nano sizes of the three backbones, at 32 pixels, from random weights instead of ImageNet-1k's",
+    "scratch": f"{NANO} instead of defocus_mamba_tiny",
+    "blocks": f"the first {', '.join(map(str, blocks('nano')))} of {DEPTH['nano']} blocks, the same shares as in the "
+    "paper",
+    "pretraining": f"{PRETRAINING['nano'][0]}'s weights and {PRETRAINING['nano'][1]}, instead of ImageNet-21k's and "
     "ImageNet-1k's",
-    "runtime": "minutes of a small model, not to be compared with the paper's",
-    "svd": "minutes of a small model, not to be compared with the paper's",
-    "resources": "the cost of a small model, not to be compared with the paper's",
+    "runtime": "minutes of a small model, not comparable with the paper's",
+    "svd": "minutes of a small model, not comparable with the paper's",
+    "resources": "the cost of a small model, not comparable with the paper's",
 }
-"""where a design at the scale nano is not the paper's, in words for whoever reads the result"""
+"""notes for the reader on how a design at the scale nano differs from the paper's"""
 
 
 DESIGNS: dict[str, Design] = {
@@ -269,4 +273,4 @@ DESIGNS: dict[str, Design] = {
     "loss-curve": _curve(losses=True),
 }
 FIGURES = ("eta", "blocks", "pretraining", "accuracy-curve", "loss-curve")
-"""what the paper shows as a figure; the others are tables"""
+"""the designs that are figures in the paper; the others are tables"""

@@ -1,4 +1,4 @@
-"""The paper's figures, drawn from points as the reports draw theirs. The paper's values are hollow markers."""
+"""Draws the paper's figures in the style of the reports. The paper's values are hollow markers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def draw(name: str, shown: Sequence[Point]) -> Figure:
 
 @styled
 def _lines(name: str, shown: Sequence[Point]) -> Figure:
-    """A panel a metric; a line for each benchmark and series."""
+    """One panel per metric, with one line per benchmark and series."""
     metrics = list(dict.fromkeys(point.metric for point in shown)) or ["accuracy"]
     figure, panels = frame(1.6 + 4.4 * len(metrics), 4.8, columns=len(metrics))
     groups = list(dict.fromkeys((p.source, p.benchmark, p.series) for p in shown))
@@ -57,7 +57,7 @@ def _lines(name: str, shown: Sequence[Point]) -> Figure:
         if name == "eta":
             places = sorted({float(p.x) for p in shown})
             axes.set_xticks(places, [f"{x:g}" for x in places])
-            axes.invert_xaxis()  # from strict to relaxed, as the paper goes
+            axes.invert_xaxis()  # from strict to relaxed, as in the paper
         else:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     panels[0].set_title(TITLES[name])
@@ -67,7 +67,7 @@ def _lines(name: str, shown: Sequence[Point]) -> Figure:
 
 @styled
 def _bars(name: str, shown: Sequence[Point]) -> Figure:
-    """Filled bars for Mamba-CL and blank ones for Mamba-Seq, as in the paper; in grey, the paper's own values."""
+    """Filled bars for Mamba-CL and hollow ones for Mamba-Seq, as in the paper; the paper's values are grey."""
     metrics = list(dict.fromkeys(point.metric for point in shown)) or ["accuracy"]
     places = list(dict.fromkeys((p.source, p.benchmark, str(p.x)) for p in shown))
     figure = Figure(figsize=(9.6, 1.8 + 0.5 * max(len(places), 1)), layout="constrained")
@@ -83,7 +83,7 @@ def _bars(name: str, shown: Sequence[Point]) -> Figure:
     labels = [f"{'paper: ' if source == 'paper' else ''}{benchmark}, {x}" for source, benchmark, x in places]
     panels[0].set_yticks(range(len(places)), labels)
     panels[0].invert_yaxis()
-    figure.suptitle(f"{TITLES[name]} (filled: Mamba-CL, blank: Mamba-Seq)", fontsize=11.5, fontweight="bold")
+    figure.suptitle(f"{TITLES[name]} (filled: Mamba-CL, hollow: Mamba-Seq)", fontsize=11.5, fontweight="bold")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""How a comparison with the paper looks: a table for every format, a long CSV, and the page."""
+"""Shows a comparison with the paper: as a table in every format, as a long CSV, and as a page."""
 
 import csv
 import io
@@ -23,10 +23,10 @@ UNITS = {
 }
 TITLES = {"inference_ms": "inference", "peak_gib": "peak GiB", "parameters": "million parameters"}
 COST_NOTES = {
-    "minutes": "minutes, ours: training, consolidation and evaluation, on whatever machine it was",
-    "gflops": "GFLOP, ours: of one image; a multiply-add counts as two, the scan is included",
-    "inference_ms": "inference, ours: seconds of evaluation over images evaluated, reading them included",
-    "peak_gib": "peak GiB, ours: of the GPU where there was one, else of the process",
+    "minutes": "minutes, ours: training, consolidation and evaluation, on the machine of the run",
+    "gflops": "GFLOP, ours: per image; a multiply-add counts as two, and the scan is included",
+    "inference_ms": "inference, ours: evaluation time per image, including reading it",
+    "peak_gib": "peak GiB, ours: of the GPU, or of the process on a CPU",
     "parameters": "million parameters, ours: of the backbone",
 }
 MAX_NAMED_ROWS = 6
@@ -35,7 +35,7 @@ CSV_HEAD = ("table", "method", "venue", "runs", "benchmark", "metric", "seeds", 
 
 
 def as_table(comparison: Comparison) -> Table:
-    """The paper's rows and columns; where there are runs of ours, three columns instead of one."""
+    """The paper's rows and columns, with three columns instead of one if we have runs."""
     table = comparison.table
     has_venue, has_complexity = any(row.venue for row in table.rows), any(row.complexity for row in table.rows)
     filled = {key for line in comparison.lines for key in line.ours}
@@ -61,7 +61,7 @@ def as_table(comparison: Comparison) -> Table:
 
 
 def long_csv(comparison: Comparison) -> str:
-    """A line a cell, so that nothing has to be taken apart."""
+    """One line per cell, for easy parsing."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_HEAD)
@@ -92,7 +92,7 @@ def paper_page(comparison: Comparison) -> str:
 
 
 def write_paper_table(comparison: Comparison, target: Path) -> Path:
-    """`paper-NAME.html`, and the table beside it as `.md`, `.tex` and `.csv`; returns the page's path."""
+    """Writes `paper-NAME.html`, and the table as `.md`, `.tex` and `.csv`. Returns the page's path."""
     table, stem = as_table(comparison), f"paper-{comparison.table.name}"
     files = {f"{stem}.md": to_markdown(table), f"{stem}.tex": to_latex(table), f"{stem}.csv": long_csv(comparison)}
     files[f"{stem}.html"] = paper_page(comparison)
@@ -108,32 +108,32 @@ def _notes(comparison: Comparison) -> list[str]:
     if "forgetting" in table.metrics:
         notes.append(f"forgetting, ours, is {_formula(comparison.names.forgetting)}")
     notes += [words for metric, words in COST_NOTES.items() if any(metric == key[1] for li in lines for key in li.ours)]
-    notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours less the paper's")
+    notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours minus the paper's")
     notes += _source_notes(comparison)
     if any(line.state == "not in mambacl" for line in lines):
-        notes.append("not in mambacl: a method on another kind of backbone; the paper's value stands alone")
+        notes.append("not in mambacl: a method for another kind of backbone; only the paper's value is shown")
     notes += _backbone_notes(comparison)
     notes += _training_notes(comparison)
     every = [run for line in lines for run in line.runs]
     tools = dict.fromkeys(run.imported for run in every if run.imported)
     if tools:
         notes.append(
-            f"imported from {', '.join(tools)}: on the split, class order and backbone of whoever made the file"
+            f"imported from {', '.join(tools)}: on the split, class order and backbone that the file's author used"
         )
     if any(value.std is None for line in lines for value in line.ours.values()):
         notes.append("a single seed has no deviation")
     for line in lines:
         for benchmark in dict.fromkeys(key[0] for key in line.ours):
             if len(set(line.seeds(benchmark))) < len(line.seeds(benchmark)):
-                notes.append(f"{line.name}, {benchmark}: a seed occurs more than once, so the deviation is too small")
+                notes.append(f"{line.name}, {benchmark}: a seed appears more than once, so the deviation is too small")
     notes += comparison.notes
     for run in comparison.left_out:
-        notes.append(f"left out, for it is not finished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder}")
+        notes.append(f"left out because unfinished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder}")
     return notes
 
 
 def _backbone_notes(comparison: Comparison) -> list[str]:
-    """Where ours have another backbone than the paper's, or start from random weights where it does not say so."""
+    """Which of our runs have another backbone than the paper's, or start from random weights unlike the paper's."""
     table = comparison.table
     used: dict[str, list[str]] = {}
     random: list[str] = []
@@ -147,21 +147,24 @@ def _backbone_notes(comparison: Comparison) -> list[str]:
                 random.append(run.backbone)
     notes = []
     for backbone, names in used.items():
-        notes.append(f"{_first_to_last(names)}: on {backbone}, where the paper has {table.backbone}")
+        notes.append(f"{_first_to_last(names)}: ours use {backbone}, the paper {table.backbone}")
     if random:
         notes.append(f"ours start from random weights: {', '.join(dict.fromkeys(random))}")
     return notes
 
 
 def _training_notes(comparison: Comparison) -> list[str]:
-    """Which of the paper's rows have runs of ours that were trained in another way than the paper says."""
+    """Which rows have runs of ours that were trained differently from the paper."""
     used: dict[str, list[str]] = {}
     for line in comparison.lines:
         for run in line.runs:
             words = "" if run.imported or line.row is None else ", ".join(departures(run))
             if words and line.name not in used.setdefault(words, []):
                 used[words].append(line.name)
-    return [f"{_first_to_last(names)}: ours not trained as the paper says: {words}" for words, names in used.items()]
+    return [
+        f"{_first_to_last(names)}: ours are trained differently from the paper: {words}"
+        for words, names in used.items()
+    ]
 
 
 def _first_to_last(names: Sequence[str]) -> str:
@@ -169,7 +172,7 @@ def _first_to_last(names: Sequence[str]) -> str:
 
 
 def _source_notes(comparison: Comparison) -> list[str]:
-    """Where the paper has its values from: by row, and by mark."""
+    """The sources of the paper's values, by row and by mark."""
     known, notes = sources(), []
     for source in dict.fromkeys(row.source for row in comparison.table.rows):
         methods = list(dict.fromkeys(row.method for row in comparison.table.rows if row.source == source))

@@ -1,4 +1,4 @@
-"""The numbers of a figure: ours from the runs, the paper's where its text has them. Pure functions."""
+"""The numbers of a figure: ours from the runs, the paper's from its main table. Pure functions."""
 
 import csv
 import io
@@ -31,7 +31,7 @@ class Point:
 
 
 def points(name: str, found: Found, scale: str) -> list[Point]:
-    """Ours, then the paper's."""
+    """Our points, then the paper's."""
     values = {"accuracy-curve": _by_task, "loss-curve": _losses}.get(name, _final)
     seen: dict[Place, list[tuple[float, int]]] = {}
     for run, record in found:
@@ -71,7 +71,7 @@ def _losses(run: PlannedRun, record: RunRecord) -> Values:
 
 
 def _papers(name: str, scale: str) -> list[Point]:
-    """The paper prints a figure's numbers only where they are those of its main table."""
+    """The paper prints numbers of its figures only in its main table."""
     table = paper_table("main")
     rows = {row.method: row for row in table.rows if row.method in NAMES.values()}
     wanted: list[tuple[str, str, float | str, tuple[str, ...]]] = []

@@ -1,4 +1,4 @@
-"""Reads `tables.yaml`, once and only when a table is asked for."""
+"""Reads `tables.yaml` once, when the first table is needed."""
 
 import functools
 import re
@@ -18,18 +18,18 @@ QUOTED = re.compile(r"(?P<mean>\d+(?:\.\d+)?)(?:±(?P<std>\d+\.\d+))?(?P<mark>[�
 
 @dataclass(frozen=True)
 class Quoted:
-    """One value as it is printed in the paper."""
+    """One value as printed in the paper."""
 
     text: str
     mean: float
     std: float | None = None
     mark: str = ""
-    """† or *, for a value that comes from elsewhere than its row"""
+    """† or *, for a value with another source than its row"""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method's values by benchmark and metric; None where the paper has none."""
+    """A method's values by benchmark and metric; None if the paper has none."""
 
     method: str
     source: str
@@ -38,7 +38,7 @@ class Row:
     cite: str = ""
     complexity: str = ""
     run: Mapping[str, Any] | None = None
-    """what a run must be to stand here; None for a method that is not in mambacl"""
+    """what a run must be to belong here; None for a method that is not in mambacl"""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class PaperTable:
     metrics: tuple[str, ...]
     rows: tuple[Row, ...]
     backbone: str = ""
-    """of the paper's own rows; empty where it differs by row"""
+    """backbone of the paper's own rows; empty if it differs by row"""
     keys: tuple[tuple[str, str], ...] = field(default=())
     """benchmark and metric of each column, in the paper's order"""
     own: tuple[str, ...] = ()
-    """metrics of our runs that the paper's table has not"""
+    """metrics of our runs that the paper's table does not have"""
 
 
 def table_names() -> list[str]:
@@ -62,7 +62,7 @@ def table_names() -> list[str]:
 
 
 def sources() -> dict[str, str]:
-    """What the words and marks for the origin of a value mean."""
+    """The meaning of each source and mark."""
     return dict(_contents()["sources"])
 
 
@@ -70,8 +70,8 @@ def sources() -> dict[str, str]:
 def paper_table(name: str) -> PaperTable:
     known = _contents()["tables"]
     if name not in known:
-        hint = did_you_mean(name, known) or " `mambacl paper` also draws its figures."
-        raise UserError(f"The paper has no table '{name}' here.{hint} Known: {', '.join(known)}.")
+        hint = did_you_mean(name, known) or " `mambacl paper` also draws the paper's figures."
+        raise UserError(f"There is no table '{name}'.{hint} Known: {', '.join(known)}.")
     entry = known[name]
     columns, metrics = tuple(entry["columns"]), tuple(entry["metrics"])
     keys = tuple((column, metric) for column in columns for metric in metrics)
@@ -89,12 +89,14 @@ def _quoted(text: str) -> Quoted | None:
         return None
     match = QUOTED.fullmatch(text)
     if match is None:
-        raise ValueError(f"{FILE}: '{text}' is no value as in 81.67±0.37.")
+        raise ValueError(f"{FILE}: '{text}' is not a value such as 81.67±0.37.")
     std = match["std"]
     return Quoted(text, float(match["mean"]), None if std is None else float(std), match["mark"])
 
 
 @functools.cache
 def _contents() -> dict[str, Any]:
-    contents: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # all as text
+    contents: dict[str, Any] = yaml.load(
+        FILE.read_text(encoding="utf-8"), Loader=yaml.BaseLoader
+    )  # keeps numbers as text
     return contents

@@ -1,4 +1,4 @@
-"""Shows what a design's runs came to: a table by the reports' own code, a figure with its numbers; each as a page."""
+"""Shows the results of a design: a table, or a figure with its numbers; each as text and as a page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from mambacl.reports.writing import write_files
 
 
 def render(name: str, found: Sequence[tuple[PlannedRun, RunRecord]], target: Path, scale: str) -> tuple[str, Path]:
-    """Writes the table or figure; returns it as text, and the path of its page."""
+    """Writes the table or figure. Returns it as text, and the path of its page."""
     notes = nano_notes(name, found) if scale == "nano" and found else []
     if name not in FIGURES:
         compared = compare_with_paper(name, [record for _, record in found], notes=notes)
@@ -35,19 +35,19 @@ def render(name: str, found: Sequence[tuple[PlannedRun, RunRecord]], target: Pat
 
 
 def nano_notes(name: str, found: Sequence[tuple[PlannedRun, RunRecord]]) -> list[str]:
-    """Where runs at the scale nano are not the paper's design."""
+    """How runs at the scale nano differ from the paper's design."""
     benchmark, config = found[0][0].benchmark, found[0][1].config
     tasks = ", ".join(dict.fromkeys(str(run.benchmark.tasks) for run, _ in found))
     size, passes = config["stream"]["transforms"]["image_size"], config["training"]["passes"]
     notes = [
-        f"scale nano: {benchmark.dataset} at {size} pixels in {tasks} tasks stands for all data sets, passes: {passes}",
+        f"scale nano: {benchmark.dataset} at {size} pixels in {tasks} tasks replaces all data sets, passes: {passes}",
     ]
     etas = dict.fromkeys(f"{record.config['nullspace']['eta']:g}" for run, record in found if "eta-" not in run.variant)
     if etas:
-        notes.append(f"scale nano: eta {', '.join(etas)} unless it is what varies")
+        notes.append(f"scale nano: eta {', '.join(etas)} unless it varies")
     rank = config["nullspace"]["rank"]
     if config["setting"] == "paper" and rank != SETTINGS["paper"].rank:
-        notes.append(f"scale nano: rank by {rank}, where the paper has the {SETTINGS['paper'].rank} of the spectrum")
+        notes.append(f"scale nano: rank by {rank}; the paper uses the {SETTINGS['paper'].rank} of the spectrum")
     if name in NANO_WORDS:
         notes.append(f"scale nano: {NANO_WORDS[name]}")
     return notes
@@ -62,7 +62,7 @@ def figure_page(name: str, table: Table, picture: bytes) -> str:
 def figure_table(
     name: str, shown: Sequence[Point], found: Sequence[tuple[PlannedRun, RunRecord]], words: Sequence[str] = ()
 ) -> Table:
-    """The figure's numbers: a row for each benchmark, series and place, ours and the paper's side by side."""
+    """The figure's numbers: one row per benchmark, series and place, with our values and the paper's."""
     metrics = list(dict.fromkeys(point.metric for point in shown))
     rows: dict[tuple[str, str, str], dict[tuple[str, str], Point]] = {}
     for point in shown:
@@ -78,21 +78,21 @@ def figure_table(
         notes = ["cross-entropy of the old task's training images over its own classes, images as in evaluation",
                  "the paper shows this figure without numbers"]  # fmt: skip
         notes += [
-            f"losses are not there after every task, for `mambacl resume` does not keep them: {record.folder}"
+            f"losses are missing after some tasks, because `mambacl resume` does not record them: {record.folder}"
             for _, record in found
             if record.finished and len(read_losses(record.folder)) < record.tasks_done
         ]
     elif "paper" in sources:
-        notes.append("paper: the values of its main table; the figure's others are not printed in its text")
+        notes.append("paper: the values of its main table; it does not print the figure's other values")
     if name == "blocks":
-        notes.append("paper: with all 48 blocks of its backbone, and set where all blocks of ours are")
+        notes.append("paper: with all 48 blocks of its backbone, shown at all blocks of ours")
     backbones = list(dict.fromkeys(record.backbone for _, record in found))
     if backbones:
-        notes.append(f"ours on {', '.join(backbones)}; the paper's on defocus_mamba_large_22k")
+        notes.append(f"ours use {', '.join(backbones)}; the paper uses defocus_mamba_large_22k")
     ways = dict.fromkeys(", ".join(departures(record)) for _, record in found)
-    notes += [f"ours not trained as the paper says: {way}" for way in ways if way]
+    notes += [f"ours are trained differently from the paper: {way}" for way in ways if way]
     notes += words
-    notes += [f"left out, for it is not finished: {record.folder}" for _, record in found if not record.finished]
+    notes += [f"left out because unfinished: {record.folder}" for _, record in found if not record.finished]
     return Table(f"{TITLES[name]}: the paper's figure '{name}'", tuple(columns), tuple(cells), tuple(notes))
 
 

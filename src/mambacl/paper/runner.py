@@ -1,4 +1,4 @@
-"""Carries a design out: what is finished is left as it is, what was interrupted goes on, the rest is trained."""
+"""Trains the runs of a design: skips finished runs, continues interrupted ones and trains the others."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from mambacl.training.loop import Loop
 
 @dataclass(frozen=True)
 class Job:
-    """A planned run with its whole configuration and the state of its folder."""
+    """A planned run with its complete configuration and the state of its folder."""
 
     planned: PlannedRun
     config: RunConfig
@@ -37,10 +37,10 @@ class Job:
 def jobs(
     plan: Sequence[PlannedRun], out: Path, root: Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> list[Job]:
-    """Configurations and states, looked up before any work starts.
+    """The configuration and state of each run, known before any work starts.
 
-    `root` has a folder for each data set of the scale paper, and is CIFAR-100's own at the scale nano. `overrides` go
-    before the benchmark's options, and what a design varies goes before them.
+    `root` has a folder per data set at the scale paper, and is CIFAR-100's folder at the scale nano. `overrides`
+    override the benchmark's options; what a design varies overrides both.
     """
     _check_presets(plan)
     made = []
@@ -71,23 +71,23 @@ def _check_presets(plan: Sequence[PlannedRun]) -> None:
     missing = [name for name in wanted if name not in known]
     if missing:
         raise UserError(
-            f"There is no preset {', '.join(missing)} yet, which this needs: --only NAME leaves out what is missing, "
-            "--scale nano needs none."
+            f"This needs presets that do not exist yet: {', '.join(missing)}; leave them out with --only NAME, or use "
+            "--scale nano, which needs none."
         )
 
 
 def _check_benchmark(config: RunConfig, run: PlannedRun, overrides: Mapping[str, Any]) -> None:
-    """A preset of the right name that is of something else would stand in the paper's cell."""
+    """Refuses a preset whose name is right but whose benchmark is not the paper's."""
     benchmark: Benchmark = run.benchmark
     found = (config.stream.dataset, config.stream.tasks)
     if found != (benchmark.dataset, benchmark.tasks):
         raise UserError(
             f"The preset {benchmark.base} is not {benchmark.dataset} in {benchmark.tasks} tasks (it is {found[0]} in "
-            f"{found[1]}): mend the preset."
+            f"{found[1]}): fix the preset."
         )
     if config.backbone != run.backbone and "backbone" not in overrides:
         raise UserError(
-            f"The preset {benchmark.base} is of {config.backbone}, where the paper has {run.backbone}: add --backbone "
+            f"The preset {benchmark.base} uses {config.backbone}, but the paper uses {run.backbone}: add --backbone "
             f"{run.backbone}, or --scale nano."
         )
 
@@ -102,28 +102,28 @@ def _state(config: RunConfig, has_root: bool) -> str:
     return "finished" if folder.results().get("status") == "finished" else "interrupted"
 
 
-def carry_out(work: Sequence[Job]) -> None:
-    """Trains what is open, in order; a mistake is found before the first is trained."""
+def run_jobs(work: Sequence[Job]) -> None:
+    """Trains all runs that are not finished, in order. Finds mistakes before it trains the first."""
     for job in work:
         METHODS.get(job.config.method)
         if not job.open and job.state != "finished":
             raise UserError(f"{job.config.folder} holds {job.state}: choose another --out.")
     todo = [job for job in work if job.open]
     for dataset, root in dict.fromkeys((job.config.stream.dataset, job.config.stream.root) for job in todo):
-        open_dataset(dataset, root)  # of the last benchmark, too, before days are spent on the first
-    say(f"Runs: {len(work)}, of which {len(work) - len(todo)} are finished.")
+        open_dataset(dataset, root)  # checks the data of all benchmarks before spending days on the first
+    say(f"Runs: {len(work)}, finished: {len(work) - len(todo)}.")
     for number, job in enumerate(todo, start=1):
         verb = "continuing" if job.state == "interrupted" else "training"
         say(f"[{number}/{len(todo)}] {verb} {job.planned.key}")
         try:
             train(job.config, loop=LossLoop if job.planned.losses else Loop)
         except KeyboardInterrupt:
-            say("mambacl: the same command again continues.")
+            say("mambacl: repeat the command to continue.")
             raise
 
 
 def records(work: Sequence[Job]) -> list[tuple[PlannedRun, RunRecord]]:
-    """What there is of the runs, finished or not."""
+    """The records of all runs with results, finished or not."""
     return [
         (job.planned, load_run(job.config.folder))
         for job in work

@@ -1,4 +1,4 @@
-"""The consistency audit of a run as tables and heat maps: what moved, and how much of each update was protected."""
+"""The consistency audit of a run as tables and heat maps: drift of features, and updates in protected directions."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,44 +14,44 @@ from mambacl.reports.runs import Floats
 from mambacl.reports.tables import Column, Table
 
 Audit = Mapping[str, Any]  # audit.json
-RESOLUTION = 1e-8  # relative changes below the resolution of float32 are drawn alike
+RESOLUTION = 1e-8  # smallest relative change to draw: below it, float32 has no resolution
 
 
 def drift_table(audit: Audit, task: int | None = None) -> Table:
-    """By task, the median over the blocks with the largest in brackets; or one task (from 0) block by block."""
+    """A row per task with the median over the blocks and the largest in brackets; or a row per block of one `task`."""
     titles = tuple(Column(title) for title in QUANTITIES.values())
-    note = "relative change of the norm, on training images of the task kept for this; exact to about 1e-7 in float32"
+    note = "relative change of the norm, on kept training images of the task; accurate to about 1e-7 in float32"
     if task is None:
         rows = []
         for entry in audit["tasks"]:
             found = [_column(entry["drift"], quantity) for quantity in QUANTITIES]
             cells = [f"{np.median(values):.1e} ({values.max():.1e})" if len(values) else "–" for values in found]
             rows.append((str(entry["task"] + 1), str(entry["images"]), *cells))
-        caption = f"How far each task's features have moved by the end of task {audit['after']}: median (largest block)"
+        caption = f"How far each task's features have drifted after task {audit['after']}: median (largest block)"
         return Table(caption, (Column("task"), Column("images"), *titles), tuple(rows), (note,))
     entry = next((entry for entry in audit["tasks"] if entry["task"] == task), None)
     drift = {} if entry is None else entry["drift"]
     rows = [(block, *(f"{found[q]:.1e}" if q in found else "–" for q in QUANTITIES)) for block, found in drift.items()]
-    caption = f"How far the features of task {task + 1} have moved by the end of task {audit['after']}, block by block"
+    caption = f"How far the features of task {task + 1} have drifted after task {audit['after']}, block by block"
     return Table(caption, (Column("block", text=True), *titles), tuple(rows), (note,))
 
 
 def updates_table(audit: Audit) -> Table:
-    """By task and kind of parameter: the share of the updates that lay in protected directions."""
+    """A row per task and kind of parameter: the share of the updates in protected directions."""
     rows = []
     for entry in audit["updates"]:
-        for kind, (asked, applied) in by_kind(entry["parts"]).items():
-            rows.append((str(entry["task"] + 1), kind, f"{100 * asked:.2f}", f"{100 * applied:.4g}"))
-    columns = (Column("task"), Column("kind", text=True), Column("asked for (%)"), Column("applied (%)"))
+        for kind, (computed, applied) in by_kind(entry["parts"]).items():
+            rows.append((str(entry["task"] + 1), kind, f"{100 * computed:.2f}", f"{100 * applied:.4g}"))
+    columns = (Column("task"), Column("kind", text=True), Column("computed (%)"), Column("applied (%)"))
     note = (
-        "share of the squared norm of all steps in directions protected for earlier tasks: as the optimizer computed "
-        "them, and after the projection"
+        "share of the squared norm of all steps in directions protected for earlier tasks: as computed by the "
+        "optimizer, and as applied after the projection"
     )
     return Table("Updates in protected directions", columns, tuple(rows), (note,))
 
 
 def by_kind(parts: list[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Asked and applied shares, over all blocks."""
+    """Shares of the computed and of the applied updates, over all blocks."""
     sums: dict[str, Floats] = {}
     for part in parts:
         sums[part["kind"]] = sums.get(part["kind"], np.zeros(4)) + np.asarray(part["moved"], dtype=np.float64)
@@ -64,7 +64,7 @@ def _column(drift: Mapping[str, Mapping[str, float]], quantity: str) -> Floats:
 
 @styled
 def drift_map(audit: Audit) -> Figure:
-    """A heat map for each quantity: a row per task, a column per block, on a logarithmic scale."""
+    """A heat map per quantity, with a row per task and a column per block, on a logarithmic scale."""
     tasks, blocks = audit["tasks"], list(audit["tasks"][0]["drift"])
     found = np.array(
         [
@@ -77,7 +77,7 @@ def drift_map(audit: Audit) -> Figure:
     low = min(low, high / 10)
     figure = _maps(
         np.maximum(found, low), list(QUANTITIES.values()), [str(entry["task"] + 1) for entry in tasks], blocks,
-        LogNorm(low, high), "relative change", f"What has moved by the end of task {audit['after']}",
+        LogNorm(low, high), "relative change", f"Drift after task {audit['after']}",
     )  # fmt: skip
     figure.supylabel("task whose images were kept", fontsize=9, x=0.012)
     return figure
@@ -85,7 +85,7 @@ def drift_map(audit: Audit) -> Figure:
 
 @styled
 def updates_map(audit: Audit) -> Figure:
-    """Shares of the last task's updates in protected directions: a row per kind of parameter, a column per block."""
+    """The share of the last task's updates in protected directions: a row per kind of parameter, a column per block."""
     entry = audit["updates"][-1]
     blocks = list(dict.fromkeys(part["block"] for part in entry["parts"]))
     kinds = list(dict.fromkeys(part["kind"] for part in entry["parts"]))
@@ -95,7 +95,7 @@ def updates_map(audit: Audit) -> Figure:
     with np.errstate(invalid="ignore"):
         found = 100 * np.stack([sums[..., 1] / sums[..., 0], sums[..., 3] / sums[..., 2]])
     return _maps(
-        found, ["as the optimizer computed them", "as they were applied"], kinds, blocks, Normalize(0, 100), "per cent",
+        found, ["as computed by the optimizer", "as applied"], kinds, blocks, Normalize(0, 100), "per cent",
         f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks",
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def _maps(
     values: Floats, titles: Sequence[str], rows: Sequence[str], blocks: Sequence[str], scale: Normalize, unit: str,
     title: str,
 ) -> Figure:  # fmt: skip
-    """Heat maps (maps, rows, blocks) above each other on one scale. They are one image, with an empty row between."""
+    """Stacks heat maps (maps, rows, blocks) on one scale. They are one image, with empty rows in between."""
     step = len(rows) + 1
     stacked = np.pad(values, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan).reshape(-1, len(blocks))[:-1]
     height = 1.3 + 0.34 * len(stacked)

@@ -1,4 +1,4 @@
-"""The data of the page that compares runs; `templates/comparison.html` has its words."""
+"""The data for the page that compares runs; `templates/comparison.html` has its text."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def comparison_page(records: Sequence[RunRecord]) -> Page:
 
 
 def _best(records: Sequence[RunRecord], groups: Sequence[Group]) -> list[tuple[Metric, Value, str]]:
-    """The best group by each headline figure; only where all runs are of one benchmark and so can compete."""
+    """The best group by each metric; empty if the runs are of different benchmarks, which do not compare."""
     if len({record.benchmark for record in records}) > 1:
         return []
     best = []

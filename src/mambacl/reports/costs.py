@@ -1,4 +1,4 @@
-"""What a run cost, in the units of the paper's tables: from its results, or from its model without values."""
+"""What a run costs, in the units of the paper's tables: from its results, or from its model on the meta device."""
 
 import functools
 import json
@@ -14,17 +14,17 @@ from mambacl.reports.runs import RunRecord
 from mambacl.training.seconds import AROUND
 
 PLAIN = ("mamba-cl", "sequential", "frozen")
-"""methods that classify with the backbone as it is: others have more operations than the model says"""
+"""methods that add nothing to the backbone: for others, the model's FLOPs are too few"""
 
 
 def cost(run: RunRecord, metric: str) -> float | None:
-    """None for what a run does not have, and for runs of other tools."""
+    """A cost by name; None if the run does not have it, and for runs of other tools."""
     of = COSTS.get(metric)
     return None if of is None or run.imported else of(run)
 
 
 def _minutes(run: RunRecord) -> float | None:
-    """Of the phases of the work itself; not of starting, reading and writing, which the paper's times leave out."""
+    """Minutes of the work itself, without starting, reading and writing, which the paper's times leave out."""
     seconds = [value for phase, value in _seconds(run).items() if phase not in AROUND]
     return sum(seconds) / 60 if seconds else None
 
@@ -35,7 +35,7 @@ def _decomposition_minutes(run: RunRecord) -> float | None:
 
 
 def _inference_ms(run: RunRecord) -> float | None:
-    """Seconds of all evaluations over the images evaluated, which are those of every task up to each."""
+    """Time of all evaluations, per evaluated image. Each evaluation covers the tasks learned so far."""
     seconds, total = _seconds(run).get("evaluate"), run.results["total"]
     images = sum(sum(total[: len(row)]) for row in run.results["correct"])
     return 1000 * seconds / images if seconds and images else None
@@ -52,7 +52,7 @@ def _gflops(run: RunRecord) -> float | None:
 
 
 def _parameters(run: RunRecord) -> float | None:
-    """Of the backbone, in millions."""
+    """Parameters of the backbone, in millions."""
     known = _model(run)
     return known[0] / 1e6 if known else None
 
@@ -72,7 +72,7 @@ def _seconds(run: RunRecord) -> Mapping[str, float]:
 
 
 def _model(run: RunRecord) -> tuple[int, int] | None:
-    """Parameters and operations of the run's backbone; None for one that is not registered here."""
+    """Parameters and operations of the run's backbone; None if it is not registered."""
     if run.backbone not in MODELS.names():
         return None
     transforms = (run.config.get("stream") or {}).get("transforms") or {}

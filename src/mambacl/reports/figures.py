@@ -1,10 +1,10 @@
-"""Figures of runs. Each function returns a matplotlib `Figure`; `png` turns it into the same bytes every time.
+"""Figures of runs. Each function returns a matplotlib `Figure`; `png` always turns it into the same bytes.
 
-Only the object-oriented interface is used: pyplot's global state stays untouched, for a program that has windows open.
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart; markers repeat the distinction.
+They use only matplotlib's object-oriented interface, so that pyplot's global state stays untouched. Colours are those
+of Okabe and Ito, which colour-blind readers can tell apart; lines also differ in their markers.
 
-A report waits for its figures, so they are cheap to draw: margins are given in inches instead of being measured from
-every text, many lines are one artist, and a figure is drawn once.
+A report waits for its figures, so they are cheap to draw: margins are fixed in inches instead of computed from the size
+of every text, many lines are one artist, and a figure is drawn only once.
 """
 
 import functools
@@ -35,16 +35,16 @@ BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DPI = 150
 LONGEST_LABEL = 60
-MAX_NUMBERED_TASKS = 12  # tasks up to which each cell or point carries its number
+MAX_NUMBERED_TASKS = 12  # with more tasks, cells and points have no numbers
 LEGEND_ROW = 0.24  # inches
-STYLE: Any = {  # untyped: not every release of matplotlib knows the same keys
+STYLE: Any = {  # untyped, because the keys differ between releases of matplotlib
     "figure.dpi": DPI,
     "font.size": 10.5,
     "axes.titlesize": 11.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
-    "axes.titley": 1.0,  # given, or every tick is measured to find it
+    "axes.titley": 1.0,  # otherwise matplotlib measures every tick to place the title
     "axes.edgecolor": QUIET,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -77,7 +77,7 @@ def _style() -> Iterator[None]:
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Draws with this module's style, whatever the reader's matplotlibrc says, and leaves the latter in force."""
+    """Draws with this module's style instead of the user's matplotlibrc, which it restores afterwards."""
 
     @functools.wraps(draw)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -88,9 +88,9 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG. No date and no version goes in, so equal figures give equal bytes.
+    """The figure as PNG. It contains no date and no version, so equal figures have equal bytes.
 
-    Not by `savefig`, which draws a figure with a layout engine twice.
+    `savefig` would draw a figure with a layout engine twice.
     """
     canvas = FigureCanvasAgg(figure)
     with _style():
@@ -105,12 +105,12 @@ def frame(
     width: float, height: float, rows: int = 1, *, left: float = 0.72, right: float = 0.2, bottom: float = 0.54,
     top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, **shared: Any,
 ) -> tuple[Figure, list[Any]]:  # fmt: skip
-    """A figure and its axes, row by row. Sizes are inches; what lies between axes is a share of their own size."""
+    """A figure and its axes, row by row. Sizes are in inches; the space between axes is a share of their size."""
     figure = Figure(figsize=(width, height))
     sides = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
     figure.subplots_adjust(**sides, hspace=hspace, wspace=wspace)
     grid = list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())
-    for axes in grid:  # labels have fixed places too: otherwise every number on the axis is measured to find them
+    for axes in grid:  # labels have fixed places, too: otherwise matplotlib measures every tick label to place them
         axes.xaxis.set_label_coords(0.5, 0, axes.transAxes + ScaledTranslation(0, -0.31, figure.dpi_scale_trans))
         axes.yaxis.set_label_coords(0, 0.5, axes.transAxes + ScaledTranslation(-0.5, 0, figure.dpi_scale_trans))
     return figure, grid
@@ -118,10 +118,10 @@ def frame(
 
 @styled
 def accuracy_matrix(record: RunRecord) -> Figure:
-    """R[t, j] as a heat map: a row for each task learned, a column for each task tested."""
+    """R[t, j] as a heat map: a row per task learned, a column per task tested."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
-    numbered = done <= MAX_NUMBERED_TASKS  # cells that carry numbers need no key to their colours
+    numbered = done <= MAX_NUMBERED_TASKS  # cells with numbers need no colour bar
     side = float(np.clip(2.6 + 0.36 * done, 4.4, 7.0))
     figure, (axes,) = frame(side + (0.2 if numbered else 0.9), side)
     low, high = shade_range(matrix)
@@ -148,13 +148,13 @@ def accuracy_matrix(record: RunRecord) -> Figure:
 
 @styled
 def accuracy_curves(groups: Sequence[Group]) -> Figure:
-    """Accuracy over all tasks seen, after each task; a band of one standard deviation where there are seeds.
+    """Accuracy over all tasks seen, after each task, with a band of one standard deviation for several seeds.
 
-    For a single run, the accuracy on the newest task is drawn too: what is learned, and what is kept.
+    A single run also has the accuracy on the newest task, to show what was learned next to what was kept.
     """
     headline = common_headline(run for group in groups for run in group.runs)
     alone = len(groups) == 1 and len(groups[0].runs) == 1
-    figure, (axes,) = frame(7.0, 5.6) if alone else frame(7.6, 4.6)  # alone, beside the matrix
+    figure, (axes,) = frame(7.0, 5.6) if alone else frame(7.6, 4.6)  # a single run's curve is next to its matrix
     drawn = [(group, *group.after_each_task(headline)) for group in groups]
     longest = max((len(mean) for _, mean, _ in drawn), default=0)
     if alone:
@@ -180,7 +180,7 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
 
 @styled
 def forgetting_by_task(record: RunRecord) -> Figure:
-    """For each task, its best accuracy before the last task and its accuracy now: the gap is what was forgotten."""
+    """Each task's best accuracy before the last task and its accuracy now; the gap is what was forgotten."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
     figure, (axes,) = frame(7.2, 3.9)
@@ -198,7 +198,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
         losses = (best - now)[:-1]
         words = [_signed(-loss) if np.isfinite(loss) else "" for loss in losses]
         write_at(axes, numbers[:-1], np.fmax(best, now)[:-1], words, 7)
-    axes.scatter([], [], s=40, label="best before the last task", **hollow)  # the legend's, in a readable size
+    axes.scatter([], [], s=40, label="best before the last task", **hollow)  # for the legend, in a readable size
     axes.scatter([], [], s=40, color=COLOURS[0], marker="s", label="after the last task")
     _number_tasks(axes.xaxis, done, first=1)
     axes.grid(axis="x", visible=False)
@@ -211,7 +211,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
 
 @styled
 def forgetting_curves(groups: Sequence[Group]) -> Figure:
-    """What each task lost by the last task learned, a line per group: mean over the seeds, with a band."""
+    """How much each task was forgotten after the last task: a line per group, the mean over seeds, with a band."""
     figure, (axes,) = frame(7.2, 4.0)
     for i, group in enumerate(groups):
         losses = 100 * np.stack([run.forgetting_by_task() for run in group.runs])  # (seeds, tasks - 1)
@@ -227,11 +227,11 @@ def forgetting_curves(groups: Sequence[Group]) -> Figure:
 
 @styled
 def final_figures(groups: Sequence[Group]) -> Figure:
-    """Final accuracy and forgetting of finished groups: mean, deviation, and each seed as a dot."""
+    """Final accuracy and forgetting of finished groups: mean and deviation, with a dot per seed."""
     finished = [(i, group) for i, group in enumerate(groups) if group.finished]
     headline = common_headline(run for _, group in finished for run in group.runs)
     labels = [label_of(group) for _, group in finished]
-    margin = 0.3 + 0.085 * max(map(len, labels), default=0)  # names may be long
+    margin = 0.3 + 0.085 * max(map(len, labels), default=0)  # names can be long
     height = 1.3 + 0.5 * max(len(finished), 1)
     figure, (left, right) = frame(7.2 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
     names = (
@@ -263,7 +263,7 @@ def final_figures(groups: Sequence[Group]) -> Figure:
 
 @styled
 def training_curves(record: RunRecord) -> Figure:
-    """Loss and training accuracy by epoch, the tasks one after the other on alternating ground."""
+    """Loss and training accuracy by epoch, with tasks on alternating backgrounds."""
     epochs = record.epochs
     panels = [("loss", "training loss", 1.0), ("accuracy", "training accuracy (%)", 100.0)]
     panels = [panel for panel in panels if any(isinstance(epoch.get(panel[0]), int | float) for epoch in epochs)]
@@ -274,11 +274,11 @@ def training_curves(record: RunRecord) -> Figure:
     bounds = list(zip(starts, ends, strict=True))
     for axes, (name, label, scale), colour in zip(grid[: len(panels)], panels, COLOURS[: len(panels)], strict=True):
         values = np.array([scale * v if isinstance(v := epoch.get(name), int | float) else np.nan for epoch in epochs])
-        steps = np.column_stack([np.arange(1, len(epochs) + 1), values])
+        points = np.column_stack([np.arange(1, len(epochs) + 1), values])
         width = 1.6 if len(starts) <= 20 else 0.9
-        axes.add_collection(LineCollection([steps[a:b] for a, b in bounds], colors=colour, linewidths=width))
-        single = [a for a, b in bounds if b - a == 1]  # a line of one point shows nothing
-        axes.plot(*steps[single].T, "o", color=colour, markersize=3)
+        axes.add_collection(LineCollection([points[a:b] for a, b in bounds], colors=colour, linewidths=width))
+        single = [a for a, b in bounds if b - a == 1]  # a line with one point is invisible
+        axes.plot(*points[single].T, "o", color=colour, markersize=3)
         shaded = [(a + 0.5, b - a) for a, b in bounds[1::2]]
         axes.broken_barh(
             shaded, (0, 1), transform=axes.get_xaxis_transform(), facecolor="#eff2f5", linewidth=0, zorder=0
@@ -304,7 +304,7 @@ def write_at(
     axes: Any, x: Sequence[float] | Floats, y: Sequence[float] | Floats, words: Sequence[str], points: float,
     base: Any = None, **style: Any,
 ) -> None:  # fmt: skip
-    """Words at each place, moved up by `points` or, if negative, down; `base` replaces the axes' coordinates."""
+    """Writes a text at each place, moved up by `points` or, if negative, down; `base` replaces the data coordinates."""
     up = ScaledTranslation(0, points / 72, axes.figure.dpi_scale_trans)
     place = (axes.transData if base is None else base) + up
     aligned = "bottom" if points > 0 else "baseline"
@@ -313,7 +313,7 @@ def write_at(
 
 
 def _curve(axes: Any, i: int, mean: Floats, std: Floats | None, label: str, marked: bool) -> None:
-    """The i-th line of a figure, with a band of one deviation."""
+    """Draws the i-th line of a figure, with a band of one deviation."""
     colour, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i // len(COLOURS) % len(LINE_STYLES)]
     marker = MARKERS[i % len(MARKERS)] if marked else None
     axes.plot(_task_numbers(mean), mean, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
@@ -322,26 +322,26 @@ def _curve(axes: Any, i: int, mean: Floats, std: Floats | None, label: str, mark
 
 
 def _signed(value: float) -> str:
-    """A change in points: with a minus sign, not a hyphen, and a plus for a gain."""
+    """A change in points, with a real minus sign, or a plus for a gain."""
     words = one_decimal(value).replace("-", MINUS)
     return words if value <= 0 or words == "0.0" else f"+{words}"
 
 
 def shade_range(accuracies: Floats) -> tuple[float, float]:
-    """The accuracies that get the lightest and the darkest shade: whole tens, so that tables can be compared."""
+    """The accuracies with the lightest and the darkest shade: multiples of ten, so that tables compare."""
     known = accuracies[np.isfinite(accuracies)]
     low = float(np.floor(known.min() / 10) * 10) if len(known) else 0.0
     return min(low, 90.0), 100.0
 
 
 def power_of_ten(value: float) -> str:
-    """10⁻³ for 0.001, in plain text: a formula takes matplotlib long to set."""
+    """10⁻³ for 0.001, as plain text: matplotlib is slow to typeset a formula."""
     return "10" + str(round(np.log10(value))).translate(SUPERSCRIPTS)
 
 
 def label_of(group: Group) -> str:
-    """A group's label as plain text on one line: matplotlib takes dollar signs for formulas, and leaves out of a
-    legend what begins with an underscore."""
+    """A group's label as plain text on one line. Matplotlib would take dollar signs for formulas, and hide a label that
+    begins with an underscore from the legend."""
     label = " ".join(group.label.split()) + (f" ({group.progress})" if group.progress else "")
     label = label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
@@ -352,7 +352,7 @@ def _task_numbers(values: Floats) -> Floats:
 
 
 def _number_tasks(axis: Any, done: int, first: int = 0) -> None:
-    """Ticks for tasks, which are counted from one: all of them, or the first and round numbers, a dozen at most.
+    """Puts at most a dozen ticks on the axis, for tasks counted from one: all, or the first and round numbers.
 
     `first`: where the first task is on the axis.
     """
@@ -362,7 +362,7 @@ def _number_tasks(axis: Any, done: int, first: int = 0) -> None:
 
 
 def legend_below(figure: Figure, axes: Any, entries: int) -> None:
-    """Below the plot, where it covers nothing, in as many columns as long names allow; the plot makes room for it."""
+    """Puts the legend below the plot, in as many columns as the names allow, and shrinks the plot accordingly."""
     handles, labels = axes.get_legend_handles_labels()
     longest = max((len(label) for label in labels), default=1)
     columns = max(1, min(entries, 4, 84 // (longest + 6)))

@@ -1,8 +1,8 @@
-"""Accuracy matrices out of what PILOT, Mammoth and Avalanche write. The files are searched as text; nothing is run.
+"""Reads accuracy matrices from files of PILOT, Mammoth and Avalanche. The files are parsed as text, never executed.
 
 PILOT and PyCIL: the log of a run, lines `CNN: {'total': 91.2, '00-09': 93.1, ..., 'old': ..., 'new': ...}`, per cent.
-Mammoth: `class-il/DATASET/MODEL/logs.pyd`, a line a run with `'accuracy_J_taskT': ...`, per cent.
-Avalanche: `eval_results.csv` of its CSVLogger, a line `eval_exp,training_exp,eval_accuracy,...`, fractions of one.
+Mammoth: `class-il/DATASET/MODEL/logs.pyd`, one line per run with `'accuracy_J_taskT': ...`, per cent.
+Avalanche: `eval_results.csv` of its CSVLogger, columns `eval_exp,training_exp,eval_accuracy,...`, fractions of one.
 """
 
 import csv
@@ -20,7 +20,7 @@ PILOT_VALUE = re.compile(rf"'([^']+)': {NUMBER}")
 MAMMOTH_VALUE = re.compile(rf"'accuracy_(\d+)_task(\d+)': {NUMBER}")
 AVALANCHE_HEAD = ("eval_exp", "training_exp", "eval_accuracy")
 
-# Where the other tool's data set has the same images and split as ours. PILOT's ImageNet-R is another split.
+# Data sets of other tools with the same images and split as ours. PILOT's ImageNet-R has another split.
 SAME_DATA = {
     "cifar224": "cifar100", "cifar100": "cifar100", "seq-cifar100": "cifar100", "seq-cifar100-224": "cifar100",
     "seq-imagenet-r": "imagenet-r",
@@ -55,8 +55,8 @@ def read_pilot(path: Path, text: str) -> list[ImportedMatrix]:
             rows.append([values[group] for group in groups])
             if len(groups) != len(rows):
                 raise UserError(
-                    f"{path}: PILOT reports {len(groups)} groups of classes after task {len(rows)}; it groups by its "
-                    "increment, so only streams of equal tasks of two classes or more can be taken over."
+                    f"{path}: PILOT reports {len(groups)} groups of classes after task {len(rows)}; it groups classes "
+                    "by its increment, so only equal tasks with at least two classes can be imported."
                 )
             if "total" in values:
                 totals.append(values["total"])
@@ -66,7 +66,7 @@ def read_pilot(path: Path, text: str) -> list[ImportedMatrix]:
 
 def read_mammoth(path: Path, text: str) -> list[ImportedMatrix]:
     if "task-il" in path.parts:
-        raise UserError(f"{path} is of task-incremental evaluation; give the logs.pyd under class-il instead.")
+        raise UserError(f"{path} is from a task-incremental evaluation; use the logs.pyd under class-il instead.")
     found = []
     for line in text.splitlines():
         values = {(int(t) - 1, int(j) - 1): float(value) for j, t, value in MAMMOTH_VALUE.findall(line)}
@@ -74,10 +74,12 @@ def read_mammoth(path: Path, text: str) -> list[ImportedMatrix]:
             continue
         tasks = 1 + max(t for t, _ in values)
         rows = [[values.get((t, j)) for j in range(tasks)] for t in range(tasks)]
-        benchmark = _benchmark(_said(line, "dataset"), "mammoth", tasks)
+        benchmark = _benchmark(_setting(line, "dataset"), "mammoth", tasks)
         seed = re.search(r"'seed': (\d+)", line)
         lower = lower_rows(path, rows, 100.0)
-        found.append(ImportedMatrix("Mammoth", lower, _said(line, "model"), benchmark, int(seed[1]) if seed else None))
+        found.append(
+            ImportedMatrix("Mammoth", lower, _setting(line, "model"), benchmark, int(seed[1]) if seed else None)
+        )
     return found
 
 
@@ -90,14 +92,16 @@ def read_avalanche(path: Path, text: str) -> list[ImportedMatrix]:
         try:
             values[int(after), int(on)] = float(accuracy)
         except ValueError:
-            raise UserError(f"{path}, line {number}: '{accuracy}' on '{on}' after '{after}' is no result.") from None
+            raise UserError(
+                f"{path}, line {number}: '{accuracy}' on '{on}' after '{after}' is not a result; correct the line."
+            ) from None
     tasks = 1 + max((t for t, _ in values), default=-1)
     rows = [[values.get((t, j)) for j in range(tasks)] for t in range(tasks)]
     return [ImportedMatrix("Avalanche", lower_rows(path, rows, 1.0))]
 
 
 def reader_of(text: str) -> Callable[[Path, str], list[ImportedMatrix]] | None:
-    """Whose file it is, by what stands in it; None for none of the three."""
+    """The reader for a file with this text; None if none of the three tools wrote it."""
     if PILOT_ROW.search(text):
         return read_pilot
     if MAMMOTH_VALUE.search(text):
@@ -107,11 +111,11 @@ def reader_of(text: str) -> Callable[[Path, str], list[ImportedMatrix]] | None:
 
 
 def _first_class(group: str) -> int:
-    """ "100-109" comes after "20-29", as a string it would not."""
+    """For sorting: "100-109" comes after "20-29"."""
     return int(group.partition("-")[0])
 
 
-def _said(line: str, key: str) -> str | None:
+def _setting(line: str, key: str) -> str | None:
     match = re.search(rf"'{key}': '([^']*)'", line)
     return match[1] if match else None
 

@@ -1,4 +1,4 @@
-"""Runs that differ only by their seed belong together: one row of a table, one line of a figure."""
+"""Groups runs that differ only in their seed: they share a row of a table and a line of a figure."""
 
 import dataclasses
 import json
@@ -18,15 +18,15 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Value:
-    """A figure, in per cent unless its table says otherwise: the mean over seeds and, from two seeds on, their sample
-    standard deviation."""
+    """The mean over seeds and, for two or more seeds, the sample standard deviation; in per cent unless the table says
+    otherwise."""
 
     mean: float
     std: float | None = None
 
 
 def mean_and_deviation(values: Sequence[float | None], scale: float = 1.0) -> Value | None:
-    """None where one of them is missing."""
+    """The mean and deviation of some values; None if one of them is missing."""
     known = [scale * value for value in values if value is not None and np.isfinite(value)]
     if not known or len(known) < len(values):
         return None
@@ -35,12 +35,12 @@ def mean_and_deviation(values: Sequence[float | None], scale: float = 1.0) -> Va
 
 @dataclass(frozen=True)
 class Group:
-    """Runs equal in everything but the seed."""
+    """Runs that differ only in their seed."""
 
     name: str
-    """the method, and what tells this group from the others of the same method, backbone and benchmark"""
+    """the method, and what distinguishes this group from others with the same method, backbone and benchmark"""
     label: str
-    """the name, with backbone and benchmark where these differ as well"""
+    """the name, with backbone and benchmark if these differ as well"""
     runs: tuple[RunRecord, ...]
 
     @property
@@ -57,27 +57,27 @@ class Group:
 
     @property
     def progress(self) -> str:
-        """ "4 of 10 tasks" for runs that are not finished, empty for those that are."""
+        """ "4 of 10 tasks" for unfinished runs, empty for finished ones."""
         return "" if self.finished else f"{self.first.tasks_done} of {len(self.first.tasks)} tasks"
 
     def metric(self, name: str) -> Value | None:
-        """A figure of finished runs; before the end it would stand beside final figures and mean something else."""
+        """A metric of finished runs; None for unfinished ones, whose value would not compare with final ones."""
         return self.summary(lambda run: run.metric(name)) if self.finished else None
 
     def summary(self, of: Callable[[RunRecord], float | None], scale: float = 100.0) -> Value | None:
-        """Of what each run has, times `scale`."""
+        """Mean and deviation of a value of each run, times `scale`."""
         return mean_and_deviation([of(run) for run in self.runs], scale)
 
     def after_each_task(self, over: str) -> tuple[Floats, Floats | None]:
-        """Accuracy in per cent after each task: mean over the seeds and, from two on, sample standard deviation."""
+        """Accuracy in per cent after each task: the mean over seeds and, for two or more, the sample deviation."""
         curves = 100 * np.stack([run.after_each_task(over) for run in self.runs])  # (seeds, tasks)
         return curves.mean(axis=0), curves.std(axis=0, ddof=1) if len(curves) > 1 else None
 
 
 def group_runs(records: Iterable[RunRecord]) -> list[Group]:
-    """Groups in the order of their first run, the runs of each by seed.
+    """Groups in the order of their first run; the runs of a group are sorted by seed.
 
-    A run that is not finished stays apart from those that are, so that no mean mixes different numbers of tasks.
+    Unfinished runs are kept apart, so that no mean mixes different numbers of tasks.
     """
     gathered: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in records:
@@ -97,7 +97,7 @@ def group_runs(records: Iterable[RunRecord]) -> list[Group]:
 
 
 def common_headline(records: Iterable[RunRecord]) -> str:
-    """One average for all: over images only if every run's headline is that, over tasks (the paper's) otherwise."""
+    """The average to use for all runs: over images only if every run's headline is that, else over tasks."""
     return "images" if {record.headline for record in records} == {"images"} else "tasks"
 
 
@@ -111,7 +111,7 @@ def text(value: Any) -> str:
 
 
 def differing_options(records: Sequence[RunRecord]) -> list[str]:
-    """Options, seeds apart, in which the runs are not all equal."""
+    """The options that differ between the runs, except seeds."""
     configs = [experiment(record) for record in records]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
@@ -122,7 +122,7 @@ def differing_options(records: Sequence[RunRecord]) -> list[str]:
 
 
 def departures(record: RunRecord) -> list[str]:
-    """Where a run is not trained as in the paper: another setting or recipe, and what was changed in the recipe."""
+    """How a run departs from the paper: another setting or recipe, and changes to the recipe."""
     config = experiment(record)
     words = [f"{word} {config[word]}" for word in ("setting", "recipe") if config.get(word, "paper") != "paper"]
     if config.get("recipe") not in RECIPES:
@@ -133,7 +133,7 @@ def departures(record: RunRecord) -> list[str]:
 
 
 def _implied(config: Mapping[str, str]) -> set[str]:
-    """Keys whose values are just those of the setting and the recipe that the configuration names."""
+    """Keys whose values are those of the configuration's named setting and recipe."""
     known: dict[str, Any] = {}
     for group, word, named in (("nullspace", "setting", SETTINGS), ("training", "recipe", RECIPES)):
         name = config.get(word, "")
@@ -143,7 +143,7 @@ def _implied(config: Mapping[str, str]) -> set[str]:
 
 
 def _differences(record: RunRecord, siblings: Sequence[RunRecord]) -> str:
-    """What to add to a method's name, as in ", eta=0.9"; the last word of a key where it says enough."""
+    """What to add to a method's name, as in ", eta=0.9"; a key is shortened to its last word if that is unique."""
     keys = differing_options(siblings)
     if not keys:
         return ""
@@ -158,7 +158,7 @@ def _differences(record: RunRecord, siblings: Sequence[RunRecord]) -> str:
 
 
 def _short(value: str) -> str:
-    """A value in a name: a list of a hundred classes would drown the rest."""
+    """A value, short enough for a name."""
     return value if len(value) <= 24 else value[:23] + "…"
 
 
@@ -167,6 +167,6 @@ def _kind(record: RunRecord) -> tuple[str, str, str]:
 
 
 def _seed_order(record: RunRecord) -> tuple[int, float, str]:
-    """Seeds that are numbers by value, before any that are not."""
+    """Sorts seeds that are numbers by value, before any others."""
     number = isinstance(record.seed, int | float)
     return (0, float(record.seed), "") if number else (1, 0.0, str(record.seed))

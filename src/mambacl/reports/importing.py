@@ -1,4 +1,4 @@
-"""Accuracy matrices of other tools as records beside those of our own runs."""
+"""Turns accuracy matrices of other tools into run records, to compare them with our runs."""
 
 import re
 from collections import Counter
@@ -14,13 +14,13 @@ from mambacl.training.metrics import list_metrics, mean
 
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".npy", ".npz", ".joblib")
 COUNTED = ("cifar100", "imagenet-r", "domainnet-s200", "domainnet-345")
-"""data sets whose benchmarks are named by the number of tasks, as in cifar100-10"""
+"""data sets whose benchmarks have the number of tasks in their name, as in cifar100-10"""
 
 
 def import_records(
     files: Sequence[str | Path], method: str | None = None, benchmark: str | None = None
 ) -> list[RunRecord]:
-    """A record for each matrix in the files; `method` and `benchmark` go before what a file says."""
+    """One record per matrix in the files; `method` and `benchmark` override what a file says."""
     records: list[RunRecord] = []
     seen: Counter[tuple[str, str]] = Counter()
     for path in dict.fromkeys(map(Path, files)):
@@ -34,17 +34,17 @@ def import_records(
 
 
 def read_matrices(path: Path) -> list[ImportedMatrix]:
-    """Whatever the file is of: PILOT, Mammoth, Avalanche, JSON, or else CSV."""
+    """Reads a file of PILOT, Mammoth or Avalanche, a JSON file, or else a CSV file."""
     if path.suffix.lower() in PICKLES:
-        raise UserError(f"{path} may hold a pickle, which is never opened; save the matrix as CSV or JSON.")
+        raise UserError(f"{path} may contain a pickle, which is never opened; save the matrix as CSV or JSON.")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"There is no file {path} to import.") from None
+        raise UserError(f"The file {path} to import does not exist; check the path.") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text; save the matrix as CSV or JSON.") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a file of accuracies.") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); use a file of accuracies.") from None
     if "\0" in text:
         raise UserError(f"{path} is not text; save the matrix as CSV or JSON.")
     if path.suffix.lower() == ".json":
@@ -55,17 +55,17 @@ def read_matrices(path: Path) -> list[ImportedMatrix]:
 def _benchmark(path: Path, matrix: ImportedMatrix, given: str | None) -> str:
     name, tasks = given or matrix.benchmark, len(matrix.rows)
     if name is None:
-        raise UserError(f"{path} does not say its benchmark; add --import-benchmark, such as cifar100-{tasks}.")
+        raise UserError(f"{path} does not name its benchmark; add --import-benchmark, e.g. cifar100-{tasks}.")
     if name in COUNTED:
         return f"{name}-{tasks}"
     counted = re.fullmatch(rf"(?:{'|'.join(COUNTED)})-(\d+)", name)
     if counted and int(counted[1]) != tasks:
-        raise UserError(f"{path} has {tasks} tasks, and {name} has {counted[1]}; give the benchmark that it is of.")
+        raise UserError(f"{path} has {tasks} tasks, but {name} has {counted[1]}; name the right benchmark.")
     return name
 
 
 def _record(path: Path, matrix: ImportedMatrix, method: str, benchmark: str, seed: int) -> RunRecord:
-    """R stands for counts, with totals of one, where the file does not say how many images a task has."""
+    """If the file does not say how many images a task has, R takes the place of the counts, with totals of one."""
     total = list(matrix.total or [1] * len(matrix.rows))
     correct = [[value * total[j] for j, value in enumerate(row)] for row in matrix.rows]
     metrics = {

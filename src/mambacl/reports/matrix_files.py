@@ -1,7 +1,6 @@
 """Accuracy matrices in plain CSV and JSON: row t, column j is the accuracy on task j after task t.
 
-Whatever stands above the diagonal is not looked at. A value above one anywhere means per cent, unless the file says its
-unit.
+Values above the diagonal are ignored. If any value is above one, all are per cent, unless the file names its unit.
 """
 
 import csv
@@ -22,7 +21,7 @@ EMPTY = ("", "-", "nan", "none", "null")
 
 @dataclass(frozen=True)
 class ImportedMatrix:
-    """One run's matrix as a file gives it, in fractions of one, row t with the tasks up to t."""
+    """The matrix of one run, as fractions of one; row t has the tasks up to t."""
 
     tool: str
     rows: tuple[tuple[float, ...], ...]
@@ -30,16 +29,16 @@ class ImportedMatrix:
     benchmark: str | None = None
     seed: int | None = None
     total: tuple[int, ...] | None = None
-    """test images of each task, where the file says them"""
+    """test images of each task, if the file has them"""
     over_images: tuple[float, ...] | None = None
-    """accuracy over all images seen, after each task, where the file says it"""
+    """accuracy over all images seen, after each task, if the file has it"""
 
 
 def lower_rows(path: Path, rows: Sequence[Sequence[float | None]], scale: float) -> tuple[tuple[float, ...], ...]:
-    """The rows up to the diagonal, divided by `scale`; a value that is missing or no accuracy is an error."""
+    """The rows up to the diagonal, divided by `scale`. Missing or invalid accuracies are an error."""
     count = len(rows)
     if not count:
-        raise UserError(f"{path} holds no accuracies; a matrix has a row for each task learned.")
+        raise UserError(f"{path} has no accuracies; a matrix needs one row per task learned.")
     below = [value for t, row in enumerate(rows) for value in row[:t]]
     above = [value for t, row in enumerate(rows) for value in row[t + 1 : count]]
     if count > 1 and not any(below) and any(above):
@@ -49,16 +48,16 @@ def lower_rows(path: Path, rows: Sequence[Sequence[float | None]], scale: float)
         known = [value for value in row[: t + 1] if value is not None and math.isfinite(value)]
         if len(known) <= t:
             lacking = next(j for j in range(t + 1) if j >= len(row) or row[j] is None or not math.isfinite(row[j] or 0))
-            raise UserError(f"{path} lacks the accuracy on task {lacking + 1} after task {t + 1}; fill it in.")
+            raise UserError(f"{path} lacks the accuracy on task {lacking + 1} after task {t + 1}; add it.")
         wrong = [value for value in known if not 0 <= value <= scale]
         if wrong:
-            raise UserError(f"{path}: {wrong[0]:g} after task {t + 1} is no accuracy between 0 and {scale:g}.")
+            raise UserError(f"{path}: {wrong[0]:g} after task {t + 1} is not an accuracy between 0 and {scale:g}.")
         checked.append(tuple(value / scale for value in known))
     return tuple(checked)
 
 
 def read_csv(path: Path, text: str) -> list[ImportedMatrix]:
-    """A matrix of numbers, with or without a head and a first column of names; `# method: NAME` says more."""
+    """Reads a matrix of numbers, with or without a header and a column of names, and comments `# method: NAME`."""
     words: dict[str, Any] = {}
     lines: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -80,7 +79,7 @@ def read_csv(path: Path, text: str) -> list[ImportedMatrix]:
 
 
 def read_json(path: Path, text: str) -> list[ImportedMatrix]:
-    """A list of rows; or {"accuracy": rows, "method": ..., "benchmark": ..., "seed": ...}; or a list of these."""
+    """Reads a list of rows, or {"accuracy": rows, "method": ..., "benchmark": ..., "seed": ...}, or a list of these."""
     try:
         contents = json.loads(text)
     except ValueError as error:
@@ -90,7 +89,7 @@ def read_json(path: Path, text: str) -> list[ImportedMatrix]:
     for entry in entries:
         rows = entry.get("accuracy", entry.get("matrix")) if isinstance(entry, Mapping) else entry
         if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-            raise UserError(f'{path} holds no matrix; it must be a list of rows, or {{"accuracy": [[...], ...]}}.')
+            raise UserError(f'{path} has no matrix; it must be a list of rows, or {{"accuracy": [[...], ...]}}.')
         numbers = [[_number(path, f"row {t + 1}", value) for value in row] for t, row in enumerate(rows)]
         found.append(_matrix(path, "JSON", numbers, entry if isinstance(entry, Mapping) else {}))
     return found
@@ -99,7 +98,7 @@ def read_json(path: Path, text: str) -> list[ImportedMatrix]:
 def _matrix(path: Path, tool: str, rows: list[list[float | None]], words: Mapping[str, Any]) -> ImportedMatrix:
     unit = words.get("unit")
     if unit is not None and unit not in UNITS:
-        raise UserError(f"{path}: the unit is percent or fraction, got '{unit}'.")
+        raise UserError(f"{path}: the unit must be percent or fraction, got '{unit}'.")
     values = [value for t, row in enumerate(rows) for value in row[: t + 1] if value is not None]
     scale = UNITS[unit] if unit is not None else 100.0 if any(value > 1 for value in values) else 1.0
     method, benchmark = (None if words.get(key) in (None, "") else str(words[key]) for key in ("method", "benchmark"))
@@ -143,13 +142,13 @@ def _is_number(text: str) -> bool:
 
 
 def _is_head(fields: Sequence[str]) -> bool:
-    """Names of columns: words, and no number among them."""
-    told = [field for field in fields if field.lower() not in EMPTY]
-    return bool(told) and not any(_is_number(field) for field in told)
+    """Whether these are column names: words without a number among them."""
+    words = [field for field in fields if field.lower() not in EMPTY]
+    return bool(words) and not any(_is_number(field) for field in words)
 
 
 def _is_index(fields: Sequence[str]) -> bool:
-    """The head that pandas writes over a matrix: nothing over the numbers of the rows, then 0, 1, 2, ..."""
+    """Whether this is the header that pandas writes: an empty field, then 0, 1, 2, ..."""
     return fields[0] == "" and len(fields) > 1 and fields[1:] == [str(j) for j in range(len(fields) - 1)]
 
 
@@ -161,4 +160,4 @@ def _number(path: Path, where: str, value: Any) -> float | None:
             raise ValueError
         return float(value)
     except (TypeError, ValueError):
-        raise UserError(f"{path}, {where}: '{value}' is no number, as every accuracy must be.") from None
+        raise UserError(f"{path}, {where}: '{value}' is not a number; correct it.") from None

@@ -1,4 +1,4 @@
-"""A plan of the null space's cost, as text."""
+"""Prints a plan of the null space's cost."""
 
 from mambacl.nullspace.plan import Plan, paper_projector_bytes, paper_values
 
@@ -7,25 +7,25 @@ def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int
     places = plan.by_place()
     names = {"device": "on the device", "cpu": "in memory", "disk": "on disk"}
     share = plan.projector_bytes / max(1, plan.dense_bytes)
-    decomposition = f"Decomposition: {_matrices(plan.matrices)} a task"
+    decomposition = f"Decomposition: {_matrices(plan.matrices)} per task"
     if plan.decomposition_seconds is not None:
         seconds = plan.decomposition_seconds
-        decomposition += f"; {seconds:.1f} s a task on {device}, {tasks * seconds:.0f} s for {tasks}"
+        decomposition += f"; {seconds:.1f} s per task on {device}, {tasks * seconds:.0f} s for {tasks} tasks"
     lines = [
         f"{backbone} at {size} px: {plan.blocks} selective SSMs, D {_joined(plan.widths)}, L {_joined(plan.tokens)}",
         f"{protected:.0%} of the directions protected, projectors in {storage}",
         "",
-        "Auxiliary bytes between tasks",
+        "Memory between tasks",
         *(f"  {names[place]:15} {bytes_text(count):>10}" for place, count in places.items()),
         f"  projectors      {bytes_text(plan.projector_bytes):>10} on the device, {share:.2f} of dense matrices "
         f"({bytes_text(plan.dense_bytes)})",
         f"  covariances     {bytes_text(plan.covariance_bytes):>10} {names[plan.covariances]}, float64",
-        "Besides",
-        f"  in a step       {bytes_text(plan.step_bytes):>10} on the device",
+        "In addition",
+        f"  per step        {bytes_text(plan.step_bytes):>10} on the device",
         f"  gathering       {bytes_text(plan.gathering_bytes):>10} on the device, one task's covariances",
-        f"  a run's files   {bytes_text(2 * plan.file_bytes):>10} on disk, the null space after the last two tasks",
+        f"  run folder      {bytes_text(2 * plan.file_bytes):>10} on disk, the null space after the last two tasks",
         "",
-        f"Projection of a step: {plan.projection_flops / 1e9:.2f} GFLOP ({plan.dense_flops / 1e9:.2f} when dense)",
+        f"Projection per step: {plan.projection_flops / 1e9:.2f} GFLOP ({plan.dense_flops / 1e9:.2f} if dense)",
         decomposition,
     ]
     if len(plan.widths) == len(plan.tokens) == 1:

@@ -1,4 +1,4 @@
-"""One table in four formats: aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `templates`."""
+"""Renders tables as aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `templates`."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ LATEX = {
 def to_text(table: Table, width: int = 120) -> str:
     """Aligned columns for a terminal, with the notes below.
 
-    Columns that do not fit the width follow in further blocks, each with the first column again.
+    Columns that exceed the width follow in further blocks, which repeat the first column.
     """
     heads = [_wrapped(column.title) for column in table.columns]
     cells = [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
@@ -41,7 +41,7 @@ def to_text(table: Table, width: int = 120) -> str:
     lines: list[str] = []
     for block in _blocks(widths, width):
         height = max(len(heads[i]) for i in block)
-        padded = [[""] * (height - len(head)) + head for head in heads]  # titles are flush with the rule below them
+        padded = [[""] * (height - len(head)) + head for head in heads]  # titles touch the rule below them
         lines += [
             line([head[number] if number < len(head) else "" for head in padded], block) for number in range(height)
         ]
@@ -51,12 +51,12 @@ def to_text(table: Table, width: int = 120) -> str:
 
 
 def _wrapped(title: str, width: int = 12) -> list[str]:
-    """A column's title on as many lines as it needs."""
+    """A column's title, wrapped."""
     return textwrap.wrap(_one_line(title), width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _blocks(widths: list[int], width: int) -> list[list[int]]:
-    """Columns that are printed side by side; the first column opens every block."""
+    """Groups of columns that fit side by side; the first column begins every group."""
     blocks = [[0]] if widths else []
     for i in range(1, len(widths)):
         taken = sum(widths[j] + 2 for j in blocks[-1])
@@ -67,7 +67,7 @@ def _blocks(widths: list[int], width: int) -> list[list[int]]:
 
 
 def to_markdown(table: Table) -> str:
-    """A pipe table, the best of a column in bold, with the notes as a list below."""
+    """A pipe table with the best value per column in bold, and the notes as a list below."""
     lines = [
         "| " + " | ".join(markdown_escaped(column.title) for column in table.columns) + " |",
         "|" + "|".join(":--" if column.text else "--:" for column in table.columns) + "|",
@@ -81,7 +81,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A tabular for the package booktabs, the best of a column in bold, with caption and notes as comments."""
+    """A tabular for the package booktabs with the best value per column in bold; caption and notes are comments."""
     lines = [f"% {_one_line(table.caption)}", r"% needs \usepackage{booktabs}"]
     lines += [f"% {_one_line(note)}" for note in table.notes]
     lines += [rf"\begin{{tabular}}{{{''.join('l' if column.text else 'r' for column in table.columns)}}}", r"\toprule"]
@@ -93,7 +93,7 @@ def to_latex(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """Figures in per cent with four decimals; a deviation has its own column where any row has one."""
+    """Numbers in per cent with four decimals. Deviations have their own column, if any row has one."""
     spread = [
         any(isinstance(row[i], Value) and row[i].std is not None for row in table.rows)  # type: ignore[union-attr]
         for i in range(len(table.columns))
@@ -113,7 +113,7 @@ def to_csv(table: Table) -> str:
 
 
 def markdown_escaped(text: str) -> str:
-    """Text that Markdown shows unchanged. An underscore within a word means nothing there and is left alone."""
+    """Escapes text so that Markdown shows it unchanged. Underscores within words need no escape."""
     text = re.sub(r"([\\`*\[\]<>|&~$])", r"\\\1", _one_line(text))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
 
@@ -138,5 +138,5 @@ def _csv_fields(cell: Cell) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Line ends and other control signs would break a row: they become spaces."""
+    """Replaces line breaks and other control characters, which would break a row, by spaces."""
     return re.sub(r"[\x00-\x1f\x7f\u2028\u2029]+", " ", text)

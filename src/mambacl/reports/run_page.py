@@ -1,4 +1,4 @@
-"""The data of a single run's page; `templates/run.html` has its words."""
+"""The data for the page of a single run; `templates/run.html` has its text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Cell:
     accuracy: float
     """in per cent"""
     shade: float | None
-    """how dark, from 0 to 1; None for an accuracy that is not known"""
+    """how dark, from 0 to 1; None if the accuracy is unknown"""
 
 
 @dataclass(frozen=True)
@@ -131,23 +131,23 @@ def _training(record: RunRecord) -> Data:
 
 
 def _null_space(record: RunRecord) -> Data:
-    families = spectra_by_feature(record)
-    if not families or record.spectra_task is None:
+    entries = spectra_by_feature(record)
+    if not entries or record.spectra_task is None:
         return {}
     return {
-        "protected": Picture("protected.png", figures.png(spectra_figures.protected_directions(families))),
-        "spectra": [_spectra(family) for family in families],
+        "protected": Picture("protected.png", figures.png(spectra_figures.protected_directions(entries))),
+        "spectra": [_spectra(entry) for entry in entries],
     }
 
 
-def _spectra(family: FeatureSpectra) -> Data:
+def _spectra(entry: FeatureSpectra) -> Data:
     return {
-        "title": family.title,
-        "blocks": len(family.spectra),
-        "null_percent": float(np.mean([100 * rank / len(values) for values, rank in family.spectra.values()])),
-        "feature": family.feature,
-        "meaning": family.meaning,
-        "picture": Picture(f"spectra-{family.slug}.png", figures.png(spectra_figures.spectra(family))),
+        "title": entry.title,
+        "blocks": len(entry.spectra),
+        "null_percent": float(np.mean([100 * rank / len(values) for values, rank in entry.spectra.values()])),
+        "feature": entry.feature,
+        "meaning": entry.meaning,
+        "picture": Picture(f"spectra-{entry.slug}.png", figures.png(spectra_figures.spectra(entry))),
     }
 
 
@@ -169,7 +169,7 @@ def _audit(record: RunRecord) -> Data:
 
 
 def _tasks(record: RunRecord) -> list[Data]:
-    """The classes of each task by name, or its domain; the tasks to come included."""
+    """The class names or the domain of each task, including tasks to come."""
     totals, domains = record.results["total"], record.domains
     return [
         {
@@ -183,7 +183,7 @@ def _tasks(record: RunRecord) -> list[Data]:
 
 
 def _transforms(record: RunRecord) -> list[str]:
-    """What is done to images, one line for training and one for testing."""
+    """The steps of each transform, one line per transform."""
     transforms = record.stream.get("transforms")
     if not isinstance(transforms, Mapping):
         return []
@@ -191,6 +191,6 @@ def _transforms(record: RunRecord) -> list[str]:
 
 
 def _step(step: Mapping[str, Any]) -> str:
-    """{"resize": 32, "interpolation": "bicubic"} as 'resize 32, interpolation bicubic'."""
+    """Turns {"resize": 32, "interpolation": "bicubic"} into 'resize 32, interpolation bicubic'."""
     parts = {key: _step(value) if isinstance(value, Mapping) else value for key, value in step.items()}
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())

@@ -1,6 +1,6 @@
 """The record of a run: its results, configuration and epochs, and the spectra of its null space.
 
-A run may still go on or have broken off; whatever it has finished so far is a valid record.
+The run can still be in progress, or have stopped early: what it has finished is a valid record.
 """
 
 import json
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class Spectrum(NamedTuple):
-    """Descending eigenvalues of one protected part, and how many trailing directions count as null."""
+    """The eigenvalues of a protected part, in descending order, and how many trailing directions are null."""
 
     values: Floats
     rank: int
@@ -30,7 +30,7 @@ class Spectrum(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run folder as it was when it was read."""
+    """The contents of a run folder when it was read."""
 
     folder: Path
     results: Mapping[str, Any]
@@ -38,16 +38,16 @@ class RunRecord:
     config_text: str = ""
     stream: Mapping[str, Any] = field(default_factory=dict)
     epochs: tuple[Mapping[str, Any], ...] = ()
-    """one entry an epoch, by task and epoch; of an epoch that was repeated after a resume, the later entry"""
+    """one entry per epoch, sorted by task and epoch; the later entry if an epoch was repeated after a resume"""
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
-    """by protected part, after the latest task that has a file; parts that share a feature share the array"""
+    """spectrum of each protected part, after the latest task with a file; parts that share a feature share the array"""
     spectra_task: int | None = None
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """block, kind and feature of each protected part, as stored beside the spectra"""
+    """block, kind and feature of each protected part, as stored with the spectra"""
     audit: Mapping[str, Any] = field(default_factory=dict)
-    """what audit.json says, or nothing"""
+    """contents of audit.json, or empty"""
     setting: Mapping[str, Any] = field(default_factory=dict)
-    """the null-space setting stored beside the spectra, or else the configuration's"""
+    """the null-space setting stored with the spectra, or the configuration's"""
 
     @property
     def method(self) -> str:
@@ -59,7 +59,7 @@ class RunRecord:
 
     @property
     def benchmark(self) -> str:
-        """With the scenario, where it is not the usual one: figures of two scenarios do not compete."""
+        """The benchmark's name, with the scenario if it is not "class": scenarios do not compare."""
         name = str(self.results.get("benchmark", "unknown benchmark"))
         return name if self.scenario == "class" else f"{name}, {self.scenario}-incremental"
 
@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def domains(self) -> list[str]:
-        """Of each task, where the tasks are domains."""
+        """The domain of each task, if tasks are domains."""
         return [str(name) for name in self.results.get("domains") or []]
 
     @property
@@ -86,7 +86,7 @@ class RunRecord:
 
     @property
     def tasks(self) -> list[list[Any]]:
-        """The classes of each task, the tasks to come included."""
+        """The classes of each task, including tasks to come."""
         return list(self.results["tasks"])
 
     @property
@@ -95,12 +95,12 @@ class RunRecord:
 
     @property
     def headline(self) -> str:
-        """Whether the recipe's headline accuracy is a mean over "tasks" or over "images"."""
+        """Whether the recipe averages accuracies over "tasks" or over "images"."""
         training = self.config.get("training")
         return "images" if isinstance(training, Mapping) and training.get("headline") == "images" else "tasks"
 
     def accuracies(self) -> Floats:
-        """R[t, j], the share right on task j after task t, as (tasks done, tasks done); NaN above the diagonal."""
+        """R[t, j], the accuracy on task j after task t, as (tasks done, tasks done); NaN above the diagonal."""
         matrix = np.full((self.tasks_done, self.tasks_done), np.nan)
         for t, row in enumerate(metrics.accuracy_matrix(*self._counts)):
             matrix[t, : t + 1] = row
@@ -112,12 +112,12 @@ class RunRecord:
         return np.array(curve(*self._counts))
 
     def forgetting_by_task(self) -> Floats:
-        """For each task before the last one learned: best accuracy over the rows before the last, less the last."""
+        """For each task but the last one learned: best accuracy in the rows before the last, minus the last."""
         return np.array(metrics.forgetting_by_task(*self._counts))
 
     def metric(self, name: str) -> float | None:
-        """A metric by name, as a fraction of one: as the run stored it, or else from its counts; None where these do
-        not tell."""
+        """A metric by name, as a fraction of one: as the run stored it, or computed from its counts; None if neither
+        is possible."""
         value = self.results.get("metrics", {}).get(name)
         entry = metrics.METRICS.get(name)
         if value is None and self.tasks_done and (entry.needs == "R" or not self.imported):
@@ -130,12 +130,12 @@ class RunRecord:
 
     @property
     def imported(self) -> str | None:
-        """The tool whose file the figures come from; None for a run of ours."""
+        """The tool that wrote the results; None for our runs."""
         return self.results.get("imported")
 
     @property
     def skipped(self) -> list[str]:
-        """Images left out because they could not be read: split, name, what was wrong."""
+        """Images left out because they could not be read: split, name and problem."""
         found = self.results.get("skipped")
         images = found.get("images") if isinstance(found, Mapping) else None
         return [str(image) for image in images] if isinstance(images, list) else []
@@ -147,7 +147,7 @@ class RunRecord:
 
 
 def load_run(path: str | Path) -> RunRecord:
-    """Reads a run folder; one that is missing, of another kind or damaged is a `UserError`."""
+    """Reads a run folder. Raises a `UserError` if it is missing, damaged or no run folder."""
     folder = RunFolder.with_results(path)
     results, options = folder.results(), folder.options()
     spectra, spectra_task, setting, parts = _read_spectra(folder)
@@ -171,7 +171,7 @@ def load_run(path: str | Path) -> RunRecord:
 def _read_spectra(
     folder: RunFolder,
 ) -> tuple[dict[str, Spectrum], int | None, Mapping[str, Any], Mapping[str, Mapping[str, str]]]:
-    """Spectra and ranks of the latest null space. Covariances and bases, which are large, stay on disk."""
+    """Reads spectra and ranks of the latest null space, but not its covariances and bases, which are large."""
     files = folder.task_files()
     if not files:
         return {}, None, {}, {}
@@ -189,10 +189,10 @@ def _read_spectra(
                 if holder not in loaded:
                     loaded[holder] = np.asarray(file.get_tensor(holder), dtype=np.float64)
                 rank, values = file.get_tensor(holders[f"{part}.rank"]), loaded[holder]
-                # Of a convolution, the mean over its groups.
+                # For a convolution, the mean over its groups.
                 spectra[part] = Spectrum(values.reshape(-1, values.shape[-1]).mean(0), round(float(np.mean(rank))))
         setting, parts = (json.loads(text.get(key, "{}")) for key in ("setting", "parts"))
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away to make the report without its spectra.") from None
+        raise UserError(f"{path} is damaged ({error}); move it away for a report without its spectra.") from None
     setting, parts = (value if isinstance(value, Mapping) else {} for value in (setting, parts))
     return spectra, max(files), setting, parts

@@ -1,7 +1,8 @@
 """The spectra of a run by feature, one spectrum per block.
 
-A run stores what each part is. Where it does not, names tell: they are like `blocks.0.mixer.x_proj.weight[0:12]`, and
-the rows of x_proj are W_delta, W_B and W_C, in that order; the setting says which of them are projected.
+A run stores the role of each part. For a run that does not, the role follows from the part's name, e.g.
+`blocks.0.mixer.x_proj.weight[0:12]`: the rows of x_proj are W_delta, W_B and W_C, in that order, and the setting says
+which of them are projected.
 """
 
 import re
@@ -20,7 +21,7 @@ NAME = re.compile(r"(?:(?P<block>.*\d)\.)?(?P<parameter>[^\[]+)(?P<rows>\[.*\])?
 
 @dataclass(frozen=True)
 class FeatureSpectra:
-    """Spectra of one feature in all blocks. Parts that share the feature appear once, under all their names."""
+    """The spectra of one feature in all blocks. Parts that share the feature appear once, under all their names."""
 
     roles: tuple[str, ...]
     feature: str | None
@@ -33,17 +34,17 @@ class FeatureSpectra:
 
     @property
     def slug(self) -> str:
-        """The roles as part of a file name."""
+        """The roles, for a file name."""
         return re.sub(r"[^A-Za-z0-9]+", "-", "-".join(self.roles)).strip("-").lower()
 
     @property
     def meaning(self) -> str:
-        """The feature in words, or nothing where the setting is not known."""
+        """The feature in words; empty if the setting is unknown."""
         return FEATURES.get(self.feature or "", "")
 
 
 def spectra_by_feature(record: RunRecord) -> list[FeatureSpectra]:
-    """In the order in which the roles appear in a block."""
+    """The spectra of each feature, in the order of the roles in a block."""
     if record.parts:
         return _as_described(record)
     found: dict[tuple[str, ...], dict[str, Spectrum]] = {}
@@ -54,7 +55,7 @@ def spectra_by_feature(record: RunRecord) -> list[FeatureSpectra]:
 
 
 def _as_described(record: RunRecord) -> list[FeatureSpectra]:
-    """From what is stored beside the spectra: parts of a block that have the same feature share its spectrum."""
+    """From the roles stored with the spectra: parts of a block with the same feature share its spectrum."""
     shared: dict[tuple[str, str], list[str]] = {}  # block and feature -> kinds
     spectra: dict[tuple[str, str], Spectrum] = {}
     for name, part in record.parts.items():
@@ -91,7 +92,7 @@ def _by_block(record: RunRecord) -> dict[str, dict[str, Spectrum]]:
 
 
 def _roles(parameter: str, rows: list[str], setting: Mapping[str, Any]) -> list[str]:
-    """The paper's names for the parts of a parameter; its own name and rows where they cannot be told."""
+    """The paper's names for the parts of a parameter; if unknown, the parameter's name and rows."""
     name = parameter.removesuffix(".weight").rpartition(".")[2]
     if name == "A_log":
         return ["A"] * len(rows)
@@ -105,7 +106,7 @@ def _roles(parameter: str, rows: list[str], setting: Mapping[str, Any]) -> list[
 
 
 def _shared(roles: Mapping[str, Spectrum]) -> dict[tuple[str, ...], Spectrum]:
-    """Roles with the very same spectrum and rank, put together."""
+    """Merges roles with the same spectrum and rank."""
     clusters: list[tuple[list[str], Spectrum]] = []
     for role, spectrum in roles.items():
         for names, other in clusters:
@@ -127,10 +128,10 @@ def _is_projected(rule: Any) -> bool:
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
-    """Order by numbers as numbers: blocks.2 before blocks.10."""
+    """For natural sorting: blocks.2 before blocks.10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", text)]
 
 
 def _place(parameter: str) -> int:
-    """x_proj, A_log, out_proj: the order of the paper."""
+    """For sorting in the paper's order: x_proj, A_log, out_proj."""
     return next((i for i, word in enumerate(("x_proj", "A_log", "out_proj")) if word in parameter), 3)

@@ -1,4 +1,4 @@
-"""Figures of the null space: every block's spectrum with the chosen rank, and what each block protects."""
+"""Figures of the null space: the spectrum and rank of every block, and how much each block protects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_
 from mambacl.reports.runs import Floats
 from mambacl.reports.spectra import FeatureSpectra
 
-FLOOR = 1e-18  # relative eigenvalues below the resolution of float64 are drawn here
-MAX_POINTS = 240  # of a curve: a panel is no more pixels wide
+FLOOR = 1e-18  # smallest relative eigenvalue to draw: below it, float64 has no resolution
+MAX_POINTS = 240  # per curve: a panel is no more pixels wide
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One block's small plot: its place in the figure, and its scales. Lengths are inches."""
+    """The small plot of one block: its place in the figure, in inches, and its scales."""
 
     left: float
     bottom: float
     width: float
     height: float
     size: int
-    """directions"""
+    """number of directions"""
     lowest: float
     """the eigenvalue at the bottom"""
     log_x: bool
@@ -43,41 +43,43 @@ class Panel:
         return self.bottom + self.height * (np.log(value) - low) / (high - low)
 
     def curve(self, values: Floats) -> Floats:
-        """The spectrum as points of the figure, (points, 2); of a long one, as many as can be seen."""
+        """The spectrum as points in the figure, (points, 2); a long one is thinned out."""
         count = len(values)
-        steps = np.geomspace(1, count, MAX_POINTS) if self.log_x else np.linspace(1, count, MAX_POINTS)
-        shown = np.unique(np.round(steps).astype(int)) if count > MAX_POINTS else np.arange(1, count + 1)
+        positions = np.geomspace(1, count, MAX_POINTS) if self.log_x else np.linspace(1, count, MAX_POINTS)
+        shown = np.unique(np.round(positions).astype(int)) if count > MAX_POINTS else np.arange(1, count + 1)
         return np.column_stack([self.x(shown), self.y(values[shown - 1])])
 
     def directions(self) -> list[int]:
-        """What the horizontal axis numbers."""
+        """The ticks of the horizontal axis."""
         locator = LogLocator(numticks=5) if self.log_x else MaxNLocator(3, integer=True)
         return [round(tick) for tick in locator.tick_values(1, self.size) if 1 <= tick <= self.size]
 
 
 @styled
-def spectra(family: FeatureSpectra) -> Figure:
-    """Small multiples, one per block: eigenvalues relative to the largest, with the null directions shaded.
+def spectra(entry: FeatureSpectra) -> Figure:
+    """One small panel per block: eigenvalues relative to the largest, with the null directions shaded.
 
-    All panels are drawn together, line by line and text by text: an `Axes` for each would take ten times as long.
+    All panels are drawn on the figure itself: one `Axes` per panel would take ten times as long.
     """
-    count = len(family.spectra)
+    count = len(entry.spectra)
     columns = min(count, 8 if count > 24 else 6 if count > 8 else 4)
     rows = -(-count // columns)
     width, height = max(4.4, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)
     figure = Figure(figsize=(width, height))
     across, down = (width - 0.62) / columns, (height - 0.88) / rows
-    relative = [_relative(spectrum.values) for spectrum in family.spectra.values()]
+    relative = [_relative(spectrum.values) for spectrum in entry.spectra.values()]
     lowest = max(min((float(values[-1]) for values in relative), default=FLOOR), FLOOR) / 3
-    kept_shares = [1 - spectrum.rank / len(spectrum.values) for spectrum in family.spectra.values()]
-    early = float(np.median(kept_shares)) < 0.25  # a corner among the first directions needs room
+    kept_shares = [1 - spectrum.rank / len(spectrum.values) for spectrum in entry.spectra.values()]
+    early = (
+        float(np.median(kept_shares)) < 0.25
+    )  # a logarithmic axis makes room for a corner among the first directions
     same_size = len({len(values) for values in relative}) == 1
     curves, corners, shades, rules = [], [], [], []
 
     def write(x: float, y: float, words: str, size: float = 7.5, **style: object) -> None:
         figure.text(x / width, y / height, words, fontsize=size, **style)  # type: ignore[arg-type]
 
-    for i, (block, spectrum) in enumerate(family.spectra.items()):
+    for i, (block, spectrum) in enumerate(entry.spectra.items()):
         row, column = divmod(i, columns)
         left, bottom = 0.62 + column * across, height - 0.36 - (row + 1) * down
         panel = Panel(left, bottom, across - 0.14, down - 0.36, len(spectrum.values), lowest, early)
@@ -105,9 +107,9 @@ def spectra(family: FeatureSpectra) -> Figure:
     figure.add_artist(LineCollection(rules, colors=QUIET, linewidths=0.8, transform=inches))
     figure.add_artist(LineCollection(corners, colors=COLOURS[2], linewidths=1.0, transform=inches))
     figure.add_artist(LineCollection(curves, colors=COLOURS[0], linewidths=1.4, transform=inches))
-    write(0.12, height - 0.12, f"Spectra behind {family.title}", 11.5, fontweight="bold", va="top")
-    feature = f"; feature: {family.feature}" if family.feature else ""
-    words = f"one panel per block; null directions are shaded, and counted on the right{feature}"
+    write(0.12, height - 0.12, f"Spectra behind {entry.title}", 11.5, fontweight="bold", va="top")
+    feature = f"; feature: {entry.feature}" if entry.feature else ""
+    words = f"one panel per block; null directions are shaded, with their number on the right{feature}"
     write(0.12, height - 0.33, words, 8.5, color=QUIET, va="top")
     write(width / 2, 0.08, "direction, by eigenvalue", 9, color=INK, ha="center")
     write(0.06, height / 2, "eigenvalue / largest", 9, color=INK, va="center", rotation="vertical")
@@ -115,27 +117,27 @@ def spectra(family: FeatureSpectra) -> Figure:
 
 
 @styled
-def protected_directions(families: Sequence[FeatureSpectra]) -> Figure:
-    """How many directions each block protects, on a logarithmic scale: the rest is room to learn in."""
+def protected_directions(entries: Sequence[FeatureSpectra]) -> Figure:
+    """How many directions each block protects, on a logarithmic scale; the others are free for learning."""
     figure, (axes,) = frame(7.2, 4.0)
-    blocks = list(dict.fromkeys(block for family in families for block in family.spectra))
-    sizes = {block: len(spectrum.values) for family in families for block, spectrum in family.spectra.items()}
+    blocks = list(dict.fromkeys(block for entry in entries for block in entry.spectra))
+    sizes = {block: len(spectrum.values) for entry in entries for block, spectrum in entry.spectra.items()}
     axes.plot(
         [sizes[block] for block in blocks], color=QUIET, linestyle=(0, (4, 2)), linewidth=1.2, label="all directions"
     )
-    fewest = min(len(s.values) - s.rank for family in families for s in family.spectra.values())
-    for i, family in enumerate(families):
-        places = [blocks.index(block) for block in family.spectra]
-        kept = [len(spectrum.values) - spectrum.rank for spectrum in family.spectra.values()]
+    fewest = min(len(s.values) - s.rank for entry in entries for s in entry.spectra.values())
+    for i, entry in enumerate(entries):
+        places = [blocks.index(block) for block in entry.spectra]
+        kept = [len(spectrum.values) - spectrum.rank for spectrum in entry.spectra.values()]
         colour, marker, size = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], 4 if len(blocks) > 24 else 5
-        axes.plot(places, kept, color=colour, marker=marker, markersize=size, linewidth=1.4, label=family.title)
+        axes.plot(places, kept, color=colour, marker=marker, markersize=size, linewidth=1.4, label=entry.title)
     step = max(1, -(-len(blocks) // 16))
     axes.set_xticks(range(0, len(blocks), step), blocks[::step])
     if fewest >= 1:
         axes.set_yscale("log")
         axes.set_ylim(0.8 * fewest, 1.6 * max(sizes.values()))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    else:  # a block that protects nothing has no place on a logarithmic axis
+    else:  # a logarithmic axis cannot show a block that protects nothing
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(0, 1.6 * max(sizes.values()))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -143,11 +145,11 @@ def protected_directions(families: Sequence[FeatureSpectra]) -> Figure:
     axes.grid(axis="x", visible=False)
     axes.set(xlabel="block", ylabel="directions")
     axes.set_title("Protected directions, by block")
-    legend_below(figure, axes, len(families) + 1)
+    legend_below(figure, axes, len(entries) + 1)
     return figure
 
 
 def _relative(values: Floats) -> Floats:
-    """Eigenvalues over the largest, with a floor for a logarithmic axis."""
+    """Eigenvalues divided by the largest, with a lower limit for a logarithmic axis."""
     largest = values[0] if len(values) and values[0] > 0 else 1.0
     return np.maximum(values / largest, FLOOR)

@@ -1,4 +1,4 @@
-"""From run records to tables: what is compared, and by which formula. How a table looks is for `rendering`."""
+"""Turns run records into tables. `rendering` turns tables into text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ MISSING, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
 class Column:
     title: str
     best: Literal["max", "min"] | None = None
-    """which value of the column is set off, if there are several"""
+    """which value of several to highlight"""
     text: bool = False
-    """words, set flush left, rather than figures"""
+    """whether it has words, aligned left, instead of numbers"""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows, apart from any format. A `Value` is in per cent; None is a figure that is not there."""
+    """Columns and rows, independent of any format. A `Value` is in per cent; None is a missing value."""
 
     caption: str
     columns: tuple[Column, ...]
@@ -42,7 +42,7 @@ class Table:
         return one_decimal(cell.mean) + ("" if cell.std is None else plus_minus + one_decimal(cell.std))
 
     def is_best(self, row: int, column: int) -> bool:
-        """Whether this value, as printed, is the best of several in its column."""
+        """Whether this value, as printed, is the best in its column; never if all are equal."""
         best, cell = self.columns[column].best, self.rows[row][column]
         others = [other[column] for other in self.rows]
         means = [one_decimal(other.mean) for other in others if isinstance(other, Value)]
@@ -52,49 +52,51 @@ class Table:
 
 
 def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some", "all"] = "some") -> Table:
-    """One row a run, or a group of runs that differ only by seed, with the metrics and the accuracy after each task.
+    """One row per group of runs that differ only in their seed, with the metrics and the accuracy after each task.
 
-    `tasks`: a column for the accuracy after "all" tasks, "some" of them (at most ten, evenly spaced), or "none".
+    `tasks`: whether to add the accuracy after "all" tasks, after "some" (at most ten, evenly spaced), or "none".
     """
     groups = group_runs(records)
     headline = common_headline(records)
     several_benchmarks = len({record.benchmark for record in records}) > 1
     several_backbones = len({record.backbone for record in records}) > 1
-    steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
-    rank = not several_benchmarks  # figures of different benchmarks do not compete
+    shown_tasks = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
+    rank = not several_benchmarks  # different benchmarks do not compare
 
     words = ["method", *["benchmark"] * several_benchmarks, *["backbone"] * several_backbones, "seeds"]
     columns = [Column(word, text=True) for word in words]
     metrics = table_metrics(headline)
     columns += [Column(metric.title, metric.better if rank else None) for metric in metrics]
-    columns += [Column(f"after {step + 1}") for step in steps]
+    columns += [Column(f"after {task + 1}") for task in shown_tasks]
     rows = []
     for group in groups:
         row: list[Cell] = [group.name + (f" ({group.progress})" if group.progress else "")]
         row += [group.first.benchmark] * several_benchmarks + [group.first.backbone] * several_backbones
         row += [group.seeds, *(group.metric(metric.name) for metric in metrics)]
-        row += _after(group, steps, headline)
+        row += _after(group, shown_tasks, headline)
         rows.append(tuple(row))
     caption = " and ".join(dict.fromkeys(record.benchmark for record in records)) + ", in per cent"
-    return Table(caption, tuple(columns), tuple(rows), tuple(_notes(groups, headline, bool(steps), several_benchmarks)))
+    return Table(
+        caption, tuple(columns), tuple(rows), tuple(_notes(groups, headline, bool(shown_tasks), several_benchmarks))
+    )
 
 
 def progress_table(records: Sequence[RunRecord]) -> Table:
-    """Only the accuracy after each task (at most ten of them), one row a group."""
+    """One row per group with the accuracy after each task (at most ten tasks)."""
     groups = group_runs(records)
     headline = common_headline(records)
-    steps = _task_columns(max((group.first.tasks_done for group in groups), default=0), "some")
-    columns = (Column("method", text=True), *(Column(f"{step + 1}") for step in steps))
+    shown_tasks = _task_columns(max((group.first.tasks_done for group in groups), default=0), "some")
+    columns = (Column("method", text=True), *(Column(f"{task + 1}") for task in shown_tasks))
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
         name = group.label + (f" ({group.progress})" if group.progress else "")
-        rows.append((name, *_after(group, steps, headline)))
-    caption = f"Accuracy in per cent after the task in the head, mean over the {headline} seen"
+        rows.append((name, *_after(group, shown_tasks, headline)))
+    caption = f"Accuracy in per cent after the task in the column heading, mean over the {headline} seen"
     return Table(caption, columns, tuple(rows))
 
 
 def metrics_table(record: RunRecord) -> Table:
-    """Every metric of one run, with its formula in words."""
+    """All metrics of one run, with their formulas in words."""
     rows: list[tuple[Cell, ...]] = []
     for metric in list_metrics():
         value = record.metric(metric.name)
@@ -104,7 +106,7 @@ def metrics_table(record: RunRecord) -> Table:
 
 
 def differences_table(groups: Sequence[Group]) -> Table:
-    """The settings in which the groups are not all equal, one row a setting."""
+    """One row per option that differs between the groups."""
     firsts = [group.first for group in groups]
     configs = [experiment(record) for record in firsts]
     rows = tuple((key, *(config.get(key) for config in configs)) for key in differing_options(firsts))
@@ -113,13 +115,13 @@ def differences_table(groups: Sequence[Group]) -> Table:
 
 
 def one_decimal(value: float) -> str:
-    """One decimal, and never a negative zero."""
+    """The value with one decimal, and no negative zero."""
     text = f"{value:.1f}"
     return "0.0" if text == "-0.0" else text
 
 
 def _task_columns(done: int, tasks: str) -> list[int]:
-    """Indices of the tasks that get a column; the last one always does."""
+    """Indices of the tasks with a column; always includes the last."""
     if tasks == "none":
         return []
     if tasks == "all" or done <= MOST_TASK_COLUMNS:
@@ -128,38 +130,36 @@ def _task_columns(done: int, tasks: str) -> list[int]:
     return sorted({done - 1 - i * step for i in range(MOST_TASK_COLUMNS) if done - 1 - i * step >= 0})
 
 
-def _after(group: Group, steps: Sequence[int], headline: str) -> list[Cell]:
+def _after(group: Group, shown_tasks: Sequence[int], headline: str) -> list[Cell]:
     mean, std = group.after_each_task(headline)
     cells: list[Cell] = []
-    for step in steps:
-        known = step < len(mean) and np.isfinite(mean[step])
-        cells.append(Value(float(mean[step]), None if std is None else float(std[step])) if known else None)
+    for task in shown_tasks:
+        known = task < len(mean) and np.isfinite(mean[task])
+        cells.append(Value(float(mean[task]), None if std is None else float(std[task])) if known else None)
     return cells
 
 
-def _notes(groups: Sequence[Group], headline: str, steps: bool, several_benchmarks: bool) -> list[str]:
-    """What a reader must know to compare the figures with those of others."""
+def _notes(groups: Sequence[Group], headline: str, shown_tasks: bool, several_benchmarks: bool) -> list[str]:
+    """What a reader must know to compare the numbers with others."""
     runs = [run for group in groups for run in group.runs]
     notes = [metric.sentence for metric in table_metrics(headline)]
-    if steps:
-        over = "mean over the tasks seen" if headline == "tasks" else "right answers over all test images seen"
+    if shown_tasks:
+        over = "mean over the tasks seen" if headline == "tasks" else "share of all test images seen"
         notes.append(f"after t: accuracy after task t, {over}")
     for scenario in dict.fromkeys(run.scenario for run in runs if run.scenario != "class"):
         notes.append(f"{scenario}-incremental: the model {SCENARIOS[scenario]}")
     if any(len(group.runs) > 1 for group in groups):
         notes.append("several seeds: mean ± sample standard deviation")
     if any(run.headline != headline for run in runs):
-        notes.append("the headline of some runs is an average over images; here all are averaged over tasks")
+        notes.append("some runs average over images by default; here all are averaged over tasks")
     if any(not group.finished for group in groups):
-        notes.append("runs that are not finished have no final figures yet")
+        notes.append("unfinished runs have no final values yet")
     for group in groups:
         if len({str(run.seed) for run in group.runs}) < len(group.runs):
-            notes.append(f"{group.label}: a seed occurs more than once, so the deviation is too small")
+            notes.append(f"{group.label}: a seed appears more than once, so the deviation is too small")
     tools = list(dict.fromkeys(run.imported for run in runs if run.imported))
     if tools:
-        notes.append(
-            f"imported from {', '.join(tools)}: accuracies as the file gives them, on its own split and class order"
-        )
+        notes.append(f"imported from {', '.join(tools)}: accuracies from the file, with its own split and class order")
     images = {sum(run.results["total"]) for run in runs if run.finished and not run.imported}
     if len(images) > 1 and not several_benchmarks:
         notes.append(f"the runs were not tested on the same number of images: {min(images):,} to {max(images):,}")

@@ -1,7 +1,6 @@
-"""Pages from the templates in `templates/`: one per page, with the macros and the style sheet that all share.
+"""Renders pages from `templates/`: one template per page, with shared macros and a shared style sheet.
 
-Python hands over plain data; every tag, and every sentence of a page, is in a template. What comes from outside is
-escaped there by Jinja2.
+Python passes plain data; the templates have all tags and sentences. Jinja2 escapes the data.
 """
 
 import base64
@@ -22,7 +21,7 @@ from mambacl.training.metrics import METRICS
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, for a file in `figures/` and for the page."""
+    """A figure, both a file in `figures/` and part of the page."""
 
     name: str
     png: bytes
@@ -33,7 +32,7 @@ class Picture:
 
     @property
     def width(self) -> int:
-        """In CSS pixels, 96 to the inch; the file has 150."""
+        """In CSS pixels, of which an inch has 96; the file has 150."""
         return int.from_bytes(self.png[16:20], "big") * 16 // 25
 
     @property
@@ -53,7 +52,7 @@ def render(template: str, **data: Any) -> Page:
 
 
 def _pictures(data: Any) -> list[Picture]:
-    """All pictures of a page, in the order of its data."""
+    """All pictures in a page's data, in order."""
     if isinstance(data, Picture):
         return [data]
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
@@ -84,7 +83,7 @@ def _environment() -> Environment:
 
 
 def _printable(value: Any) -> Any:
-    """Control signs, which HTML does not allow, become a visible mark."""
+    """Replaces control characters, which HTML does not allow, by a visible mark."""
     if isinstance(value, Markup):
         return value
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(value))

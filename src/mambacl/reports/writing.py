@@ -1,4 +1,4 @@
-"""Writes a report: the page, its figures as files, and the table in the formats that papers and tools want."""
+"""Writes a report: the page, its figures as files, and the table in several formats."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from mambacl.reports.tables import comparison_table
 def write_report(
     folders: str | Path | Sequence[str | Path], out: Path | None = None, imported: Sequence[RunRecord] = ()
 ) -> Path:
-    """The report of one run, or a comparison of several; returns the path of its `report.html`.
+    """Writes the report of one run, or a comparison of several. Returns the path of its `report.html`.
 
-    Records of other tools, from `import_records`, are compared with the runs.
+    `imported` are records of other tools to compare, from `import_records`.
 
-    It goes to `out`; if that is not given, a run's report goes to the run's own folder, and a comparison to
-    `comparison` in the folder that all the runs share. Beside the page: `figures/*.png` and `table.md`, `.tex`, `.csv`.
+    `out` is the folder to write to. By default, a run's report goes to the run folder, and a comparison to `comparison`
+    in the folder that contains all the runs. It also writes `figures/*.png` and `table.md`, `.tex` and `.csv`.
     """
     if isinstance(folders, (str, Path)):
         folders = [Path(folders)]
     unique = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not unique and not imported:
-        raise UserError("A report needs at least one run folder, as in mambacl report runs/<preset>-<method>-0.")
+        raise UserError("A report needs at least one run folder, e.g. `mambacl report runs/<preset>-<method>-0`.")
     records = [*(load_run(folder) for folder in unique), *imported]
     single = len(records) == 1 and not imported
     target = Path(out) if out is not None else unique[0] if single else comparison_folder([r.folder for r in records])
-    # Not before there is something to draw: matplotlib takes most of a second to load.
+    # Late, because importing matplotlib takes most of a second.
     from mambacl.reports.comparison_page import comparison_page
     from mambacl.reports.run_page import run_page
 
@@ -40,7 +40,7 @@ def write_report(
         "table.md": to_markdown(table).encode(),
         "table.tex": to_latex(table).encode(),
         "table.csv": to_csv(comparison_table(records, tasks="all")).encode(),
-        "report.html": page.html.encode(),  # last: whoever finds the page finds all of it
+        "report.html": page.html.encode(),  # last, so that a page is never without its files
     }
     write_files(target, files)
     return target / "report.html"
@@ -53,13 +53,13 @@ def write_files(target: Path, files: Mapping[str, bytes]) -> None:
             write_bytes(target / name, data)
     except OSError as error:
         raise UserError(
-            f"The report cannot be written to {target} ({error.strerror or error}); give another folder with --out."
+            f"The report cannot be written to {target} ({error.strerror or error}); choose another folder with --out."
         ) from None
 
 
 def comparison_folder(folders: Sequence[Path]) -> Path:
-    """`comparison` in the deepest folder that holds all the runs."""
+    """`comparison` in the deepest folder that contains all the runs."""
     try:
         return Path(os.path.commonpath([folder.resolve().parent for folder in folders])) / "comparison"
-    except ValueError:  # on unique drives
-        raise UserError("These runs have no folder in common; say with --out where the comparison goes.") from None
+    except ValueError:  # on different drives
+        raise UserError("These runs have no common folder; choose one for the comparison with --out.") from None

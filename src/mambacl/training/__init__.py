@@ -1,1 +1,1 @@
-"""The training loop, checkpoints and progress."""
+"""The training loop, the run folder, checkpoints and metrics."""

@@ -1,4 +1,4 @@
-"""Runs from beginning to end: `train`, `resume`, `evaluate` and `audit`, for the command line and for Python alike."""
+"""Complete runs: `train`, `resume`, `evaluate` and `audit`, for the command line and for Python."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from mambacl.ops.precision import resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
 from mambacl.training.build import Parts, build, check_stream, pick_device
-from mambacl.training.execution import arithmetic, carry_out
+from mambacl.training.execution import arithmetic, execute
 from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences
 from mambacl.training.loop import Loop
@@ -22,12 +22,12 @@ from mambacl.training.seconds import Watch
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder and what is in its results.json."""
+    """A finished run: its folder and the contents of its results.json."""
 
     folder: Path
     results: dict[str, Any]
     trained: bool = False
-    """whether it was worked on just now, rather than found finished"""
+    """whether this call trained it; otherwise it was already finished"""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -36,8 +36,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Right test images of each task: counted now, and as the run recorded them; the number of test images; and the
-    scenarios of the two."""
+    """The number of correct test images of each task, counted now and as the run recorded it; the number of test
+    images; and the scenario of each count."""
 
     counted: list[int]
     recorded: list[int]
@@ -53,28 +53,28 @@ def train(
     loop: type[Loop] = Loop,
     **overrides: Any,
 ) -> Run:
-    """Trains a run and returns it: a preset's name, a YAML file, a mapping or a `RunConfig`, with overrides.
+    """Trains a run and returns it. `config` is a preset's name, a YAML file, a mapping or a `RunConfig`.
 
         mambacl.train("demo", method="sequential", training={"lr": 1e-3}, out="runs/mine")
 
-    A folder with the same run in it is continued or, when finished, returned; `overwrite` trains it again. `loop` is a
-    `Loop` that does more, such as measuring something after each task.
+    If the folder already holds the same run, `train` continues it, or returns it if it is finished; `overwrite` trains
+    it again. `loop` can be a subclass of `Loop`, e.g. one that measures something after each task.
     """
     watch = Watch()
     resolved = resolve(config, overrides)
     folder = RunFolder(resolved.folder)
-    there = folder.config() if folder.exists() and not overwrite else None
-    resolved = _with_precision(resolved, there)
-    if there is not None:
-        differing = differences(there, resolved)
+    existing = folder.config() if folder.exists() and not overwrite else None
+    resolved = _with_precision(resolved, existing)
+    if existing is not None:
+        differing = differences(existing, resolved)
         if differing:
-            build(resolved)  # a mistake in the configuration is the better answer
+            build(resolved)  # a mistake in the configuration is the more useful error
             raise UserError(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
             )
         return _continue(folder, resolved, watch, loop)
-    parts = build(resolved, loop=loop, watch=watch)  # fails before anything is written or removed
+    parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
     with watch.phase("data"):
         parts.stream.dataset.check()
         described = parts.described.result()
@@ -83,21 +83,21 @@ def train(
         folder.create(resolved, described)
         with watch.phase("checkpoints"):
             checkpoints.save_backbone(folder, parts.model)
-        return Run(folder.path, carry_out(folder, parts, None), trained=True)
+        return Run(folder.path, execute(folder, parts, None), trained=True)
 
 
 def resume(path: str | Path, device: str | None = None) -> Run:
-    """Continues a run where its last checkpoint stands, on its own device or another."""
+    """Continues a run from its last checkpoint, on the same device or another."""
     watch = Watch()
     folder = RunFolder.existing(path)
     return _continue(folder, _on_device(folder.config(), device), watch)
 
 
-def _with_precision(config: RunConfig, there: RunConfig | None) -> RunConfig:
-    """With `auto` replaced by what it stands for: in an existing run, by what that one has."""
+def _with_precision(config: RunConfig, existing: RunConfig | None) -> RunConfig:
+    """Replaces the precision `auto`: by that of an existing run, or by what the device supports."""
     if config.precision != "auto":
         return config
-    found: Any = resolve_precision(config.precision, pick_device(config.device)) if there is None else there.precision
+    found: Any = existing.precision if existing else resolve_precision(config.precision, pick_device(config.device))
     return dataclasses.replace(config, precision=found)
 
 
@@ -108,7 +108,7 @@ def _on_device(config: RunConfig, device: str | None) -> RunConfig:
 def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
     results = folder.results()
     if results.get("status") == "finished":
-        logger.info("%s is finished; `mambacl train` with --overwrite trains it again.", folder.path)
+        logger.info("%s is already finished; `mambacl train` with --overwrite trains it again.", folder.path)
         return Run(folder.path, results)
     with folder.locked():
         folder.clear_covariances()
@@ -123,17 +123,16 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         if checkpoint is not None:
             position = checkpoint.position
             logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
-        return Run(folder.path, carry_out(folder, parts, checkpoint), trained=True)
+        return Run(folder.path, execute(folder, parts, checkpoint), trained=True)
 
 
 def evaluate(
     path: str | Path, batch_size: int | None = None, device: str | None = None, scenario: Scenario | None = None
 ) -> Evaluation:
-    """Evaluates a run as it was at the end of its latest task, over all tasks learned by then; its files stay as they
-    are.
+    """Evaluates a run at the end of its latest task, on all tasks learned so far. Does not change its files.
 
-    `batch_size` changes nothing but the speed. `scenario` is the run's, unless another is named: "class" or "task" for
-    tasks with different classes, "task" or "domain" for domains.
+    `batch_size` affects only the speed. `scenario` defaults to the run's: "class" or "task" if tasks have different
+    classes, "task" or "domain" if tasks are domains.
     """
     folder = RunFolder.existing(path)
     config = _on_device(folder.config(), device)
@@ -156,15 +155,15 @@ def _possible(scenario: Scenario | None, own: Scenario) -> Scenario:
     possible = ("task", "domain") if own == "domain" else ("class", "task")
     if scenario not in possible:
         raise UserError(
-            f"A run in the scenario {own} can be evaluated in the scenarios {' and '.join(possible)}, not in "
-            f"'{scenario}': that needs a run of its own (--stream.scenario)."
+            f"A run with the scenario {own} can be evaluated with the scenarios {' and '.join(possible)}, not "
+            f"'{scenario}': train another run with --stream.scenario {scenario}."
         )
     return scenario
 
 
 def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
-    """Audits a run as it was at the end of its latest task, and writes its audit.json: how far what each block made of
-    the images that were kept has moved, and how much of each update fell into protected directions."""
+    """Audits a run at the end of its latest task and writes audit.json: how far each block's output for the kept images
+    has drifted, and how much of each update fell into protected directions."""
     folder = RunFolder.existing(path)
     config = _on_device(folder.config(), device)
     parts, checkpoint = _at_task_end(folder, config, with_task_state=True)
@@ -175,11 +174,10 @@ def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
 def _at_task_end(
     folder: RunFolder, config: RunConfig, with_task_state: bool = False
 ) -> tuple[Parts, checkpoints.Checkpoint]:
-    """A run's parts as they were at the end of its latest task; `with_task_state`: also with what only training
-    needs."""
+    """A run's parts at the end of its latest task. `with_task_state` also loads what only training needs."""
     checkpoint = checkpoints.load_task_end(folder)
     if checkpoint is None:
-        raise UserError(f"{folder.path} has not finished a task yet: `mambacl resume {folder.path}` first.")
+        raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
     parts = build(config, folder)
     check_stream(folder, parts)
     try:
@@ -187,5 +185,7 @@ def _at_task_end(
         if checkpoint.task_state and (with_task_state or parts.method.needs_task_state):
             parts.method.load_task_state_dict(checkpoint.task_state)
     except (KeyError, RuntimeError):
-        raise UserError(f"The checkpoint of {folder.path} does not fit its config.yaml: was it edited?") from None
+        raise UserError(
+            f"The checkpoint of {folder.path} does not match its config.yaml: undo any edits of config.yaml."
+        ) from None
     return parts, checkpoint

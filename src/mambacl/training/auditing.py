@@ -1,7 +1,8 @@
-"""The consistency audit of a run: images kept from each task, and what became of them.
+"""The consistency audit of a run: how far the model's outputs for images of earlier tasks have drifted.
 
-With `audit_images`, `checkpoints/audit-NN.safetensors` holds images of a task and what every block made of them when
-the task ended. `audit.json` has how far that has moved, and how much of each update fell into protected directions.
+With `audit_images`, `checkpoints/audit-NN.safetensors` holds images of a task and every block's output for them at the
+end of the task. `audit.json` says how far these outputs have drifted since, and how much of each update fell into
+protected directions.
 """
 
 from typing import Any
@@ -16,13 +17,13 @@ from mambacl.training.folder import RunFolder, audit_file
 
 
 def keep(folder: RunFolder, task: int, model: nn.Module, images: Tensor) -> None:
-    """Notes what the model makes of some images of the task that has just ended."""
-    noted = {name: tensor.cpu() for name, tensor in record(model, find_blocks(model), images).items()}
-    write_tensors(folder.checkpoints / audit_file(task), {"images": images.cpu(), **noted}, {})
+    """Saves some images of the task that has just ended, and the model's outputs for them."""
+    outputs = {name: tensor.cpu() for name, tensor in record(model, find_blocks(model), images).items()}
+    write_tensors(folder.checkpoints / audit_file(task), {"images": images.cpu(), **outputs}, {})
 
 
 def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Compares the model now, after `tasks` tasks, with what was noted; writes audit.json and returns it."""
+    """Compares the model after `tasks` tasks with the saved outputs. Writes audit.json and returns it."""
     device, blocks = next(model.parameters()).device, find_blocks(model, layers=True)
     kept = []
     for task, path in folder.audit_files().items():
@@ -32,7 +33,7 @@ def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str,
         images = then.pop("images").to(device)
         now = {name: tensor.cpu() for name, tensor in record(model, blocks, images).items()}
         if now.keys() != then.keys():
-            raise UserError(f"{path} is not of this run's model: was config.yaml edited?")
+            raise UserError(f"{path} does not belong to this run's model: undo any edits of config.yaml.")
         kept.append({"task": task, "images": len(images), "drift": drift(then, now)})
     roles = {part.name: {"block": block.name, "kind": part.kind} for block in blocks for part in block.parts}
     updates = []

@@ -1,13 +1,13 @@
-"""Writing files beside the training: a disk is slow to say that it has everything, and a GPU need not wait for it."""
+"""Writes files in the background: flushing to disk is slow, and a GPU need not wait for it."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
-    """Does one job at a time in a thread; the next one waits for it. What goes wrong in one is raised by the next call.
+    """Does one job at a time in a thread; the next job waits for it. The next call raises the error of a failed job.
 
-    Switched off, a job is done at once.
+    If `on` is false, jobs run in the calling thread.
     """
 
     def __init__(self, on: bool) -> None:
@@ -25,11 +25,11 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is still being done."""
+        """Whether a job is still running."""
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Returns when all is done."""
+        """Waits for the running job."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

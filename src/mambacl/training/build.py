@@ -1,4 +1,4 @@
-"""From a configuration to what a run works with: device, model, stream and method."""
+"""Builds the parts of a run from its configuration: device, model, stream and method."""
 
 import threading
 from collections.abc import Callable
@@ -38,33 +38,33 @@ class Parts:
     loop_class: type[Loop]
     watch: Watch
     described: Future[dict[str, Any]]
-    """what identifies the stream"""
+    """`Stream.describe`, computed in the background"""
 
     def overview(self) -> str:
-        """What is about to be learned, and what a reader should know about it."""
+        """What the run is about to learn, and what the user should know about it."""
         stream, recipe = self.stream, self.config.training
         tasks, size = stream.tasks, stream.transforms.size
         images = f"{len(stream.dataset.train.labels)} training and {len(stream.dataset.test.labels)} test images"
         first = ", ".join(stream.dataset.class_names[c] for c in tasks[0][:6]) + (", ..." if len(tasks[0]) > 6 else "")
-        those = f"{len(tasks)} tasks (first: {first})"
+        parts = f"{len(tasks)} tasks (first: {first})"
         if stream.domains is not None:
-            those = f"each of {len(tasks)} domains ({', '.join(stream.domains.names)})"
-        classes = f"{len(stream.class_order)} classes in {those}"
+            parts = f"each of {len(tasks)} domains ({', '.join(stream.domains.names)})"
+        classes = f"{len(stream.class_order)} classes in {parts}"
         lines = [f"{stream.dataset.name}: {classes}, {images}, {size} px, on {self.device}"]
         if stream.scenario != "class":
             lines.append(f"Evaluation is {stream.scenario}-incremental: the model {SCENARIOS[stream.scenario]}.")
         if self.config.pretrained is False:
-            lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE starts from others).")
+            lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE loads a checkpoint).")
         if min(len(task) for task in tasks) == 1:
-            lines.append("A task of a single class has nothing to learn from: its classifier knows no other answer.")
+            lines.append("A task with a single class teaches nothing: its classifier has only one answer.")
         if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
             lines.append(
-                f"With {recipe.passes} passes the learning rate never falls (decay_after {recipe.decay_after})."
+                f"With {recipe.passes} passes the learning rate never decays (decay_after {recipe.decay_after})."
             )
         return "\n".join(lines)
 
     def steps(self, task: int) -> int:
-        """Steps in an epoch of a task."""
+        """The number of steps per epoch of a task."""
         recipe = self.config.training
         return -(-self.stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size)
 
@@ -100,13 +100,13 @@ class Parts:
 def build(
     config: RunConfig, folder: RunFolder | None = None, loop: type[Loop] = Loop, watch: Watch | None = None
 ) -> Parts:
-    """Model, stream and method; the model with the weights in `folder`, or those before any training."""
+    """Builds model, stream and method. The model has the weights from `folder`, or its initial weights without one."""
     watch = watch or Watch()
     method_class = METHODS.get(config.method)
     if config.classifier != "auto":
         CLASSIFIERS.check(config.classifier)
     device = pick_device(config.device)
-    torch.manual_seed(config.seed)  # for what no checkpoint fills
+    torch.manual_seed(config.seed)  # for weights that no checkpoint contains
     with watch.phase("model"):
         model = create_model(config.backbone, num_classes=0, **config.backbone_options)
     data: Any = model.default_cfg
@@ -115,9 +115,9 @@ def build(
             config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
             config.training.workers, device if config.fast else torch.device("cpu"),
         )  # fmt: skip
-    described = _beside(stream.describe)  # the images' fingerprint takes as long as the model
+    described = _in_background(stream.describe)  # the images' fingerprint takes as long as the model
     with watch.phase("model"):
-        if folder is None:  # after the data were found: weights may have to be downloaded
+        if folder is None:  # after opening the data, because this can download weights
             load_pretrained(model, config.backbone, config.pretrained)
         else:
             checkpoints.load_backbone(folder, model)
@@ -127,8 +127,8 @@ def build(
     return Parts(config, model, stream, method, device, loop, watch, described)
 
 
-def _beside(work: Callable[[], T]) -> Future[T]:
-    """Does some work in a thread; the end of the process does not wait for it."""
+def _in_background(work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
     def do() -> None:
@@ -145,7 +145,7 @@ def _method(
     config: RunConfig, folder: RunFolder | None, stream: Stream, method_class: type[Method], model: nn.Module
 ) -> Method:
     known = None
-    if config.known_classes:  # after the first task it is in the checkpoints
+    if config.known_classes:  # after the first task, the checkpoints have this classifier
         learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
@@ -164,38 +164,38 @@ def _method(
 
 @torch.no_grad()
 def _check_image_size(model: nn.Module, size: int, name: str) -> None:
-    """Images that do not fit the model are noticed here, before anything is written."""
+    """Refuses an image size that the model cannot take, before anything is written."""
     default_cfg: Any = model.default_cfg
     own = default_cfg["input_size"][-1]
     try:
         model(torch.zeros(1, 3, size, size))
     except UserError as error:
-        model(torch.zeros(1, 3, own, own))  # where the model's own size fails as well, that is the error
-        raise UserError(f"{error} Set --stream.transforms.image_size; {name}'s own is {own}.") from None
+        model(torch.zeros(1, 3, own, own))  # if the model's own size fails as well, raise that error
+        raise UserError(f"{error} Set --stream.transforms.image_size; the size of {name} is {own}.") from None
 
 
 def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
-    """The classifier in the checkpoint that a run starts from."""
-    whole: Any = create_model(config.backbone, num_classes=classes, **config.backbone_options)
+    """The classifier of the checkpoint that the run starts from."""
+    model: Any = create_model(config.backbone, num_classes=classes, **config.backbone_options)
     path = weights_file(MODELS.get(config.backbone)) if config.pretrained is True else Path(str(config.pretrained))
-    account = load_weights(whole, path)
-    head = whole.get_classifier()
-    if any(name.startswith(classifier_names(whole)) for name in account.missing) or not isinstance(head, nn.Linear):
+    account = load_weights(model, path)
+    head = model.get_classifier()
+    if any(name.startswith(classifier_names(model)) for name in account.missing) or not isinstance(head, nn.Linear):
         raise UserError(
-            f"{path} has no linear classifier of {classes} classes, as the first task has: give the first task the "
-            "classes that it knows (stream.tasks), or set known_classes to false."
+            f"{path} has no linear classifier for the {classes} classes of the first task: put the classes that it "
+            "knows into the first task (stream.tasks), or set known_classes to false."
         )
     return head
 
 
 def check_stream(folder: RunFolder, parts: Parts) -> None:
     saved, now = folder.stream(), parts.described.result()
-    # the folder's name; what follows from config.yaml and the backbone; words about images that the others do not count
-    free = ("dataset", "transforms", "skipped")
-    differing = [key for key in now if key not in free and saved.get(key) != now[key]]
+    # `dataset` can be a folder's name, `transforms` follows from config.yaml, and `skipped` is text for the reader
+    ignored = ("dataset", "transforms", "skipped")
+    differing = [key for key in now if key not in ignored and saved.get(key) != now[key]]
     if differing:
         raise UserError(
-            f"The data are not those that {folder.path} was trained on (stream.json differs in {differing[0]}): "
+            f"The data have changed since {folder.path} was trained (stream.json differs in {differing[0]}): "
             "restore them, or start again with --overwrite."
         )
 
@@ -206,5 +206,5 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"There is no device '{name}' here: use --device auto, or cpu.")
+        raise UserError(f"This machine has no device '{name}': use --device auto, or cpu.")
     return device

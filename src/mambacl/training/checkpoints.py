@@ -1,9 +1,14 @@
-"""Checkpoints: everything a run needs to go on as if nothing had happened.
+"""Checkpoints: everything a run needs to continue as if it had never stopped.
 
-`checkpoints/` holds the backbone as it was at the start (once), what the method keeps from finished tasks (a file a
-task, the last two), and `last.safetensors` (each epoch): trained parameters, optimizer, random states, position and
-counts. The latter is the point of commitment: it names the others, and replaces its predecessor, which stays as
-`previous.safetensors`. `task-end.safetensors` is the last one that was written at the end of a task.
+`checkpoints/` holds:
+
+    backbone.safetensors  the backbone at the start
+    task-NN.safetensors   the method's state after a finished task, for the last two tasks
+    last.safetensors      written each epoch: trained parameters, optimizer, random states, position and counts
+    previous.safetensors  the one before it
+    task-end.safetensors  the last one that was written at the end of a task
+
+Writing `last.safetensors` commits a checkpoint: it names the other files that belong to it.
 """
 
 import copy
@@ -31,7 +36,7 @@ START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
 
 @dataclass
 class Position:
-    """Where a run stands: in `task`, after `epoch` epochs of it (0: the task has not begun), and what it has found."""
+    """How far a run has come: in `task`, after `epoch` of its epochs (0: it has not begun); and its counts so far."""
 
     task: int = 0
     epoch: int = 0
@@ -40,7 +45,7 @@ class Position:
     images: int = 0
     metrics_length: int = 0
     task_file: str | None = None
-    """file with the method's state from finished tasks"""
+    """file with the method's state after finished tasks"""
     peak_memory: int = 0
 
 
@@ -55,21 +60,21 @@ def load_backbone(folder: RunFolder, model: nn.Module) -> None:
     except UserError as error:
         raise UserError(f"{error} {START_AGAIN}") from None
     except RuntimeError:
-        raise UserError(f"{path} does not fit the model that config.yaml describes: was it edited?") from None
+        raise UserError(f"{path} does not match the model in config.yaml: undo any edits of config.yaml.") from None
 
 
 @dataclass(frozen=True)
 class TaskState:
-    """What a method keeps of finished tasks, and the name of its file. It is written before the checkpoint that names
-    it; the one before stays until then."""
+    """What a method keeps from finished tasks, and its file name. It is written before the checkpoint that names it;
+    the previous file stays until then."""
 
     name: str
     tensors: Mapping[str, Tensor]
     text: Mapping[str, str]
 
-    def beside_the_gpu(self) -> "TaskState":
-        """The same in main memory, so that it can be written while the training goes on. What lies there already is
-        never changed in place. Parts that share a tensor go on sharing it."""
+    def on_cpu(self) -> "TaskState":
+        """A copy in main memory, to be written while training continues. Tensors that are already there are never
+        changed in place, so they are not copied. Names that share a tensor still share it."""
         copies: dict[int, Tensor] = {}
         tensors = {name: copies.setdefault(id(t), t.detach().cpu()) for name, t in self.tensors.items()}
         return dataclasses.replace(self, tensors=tensors)
@@ -82,7 +87,7 @@ class TaskState:
 
 
 def task_state(task: int, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> TaskState | None:
-    """Of the method at the end of a task; None where it keeps nothing."""
+    """The method's state at the end of a task; None if it keeps nothing."""
     return TaskState(task_file(task), tensors, text) if tensors else None
 
 
@@ -95,7 +100,7 @@ def save(
 def contents(
     position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool = False
 ) -> tuple[Position, dict[str, Tensor], dict[str, str]]:
-    """What a checkpoint holds; `copied`, so that it can be written while the training goes on."""
+    """The contents of a checkpoint; `copied`, to be written while training continues."""
     tensors = {f"method.{name}": tensor for name, tensor in method_state.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_state.items()}
     if copied:
@@ -114,12 +119,12 @@ def write(folder: RunFolder, position: Position, tensors: Mapping[str, Tensor], 
     if position.epoch == 0:
         _keep_as(last, folder.checkpoints / TASK_END)
     for task, path in folder.task_files().items():
-        if task < position.task - 2:  # what the last and the previous checkpoint name stays
+        if task < position.task - 2:  # the last and the previous checkpoint need the others
             path.unlink()
 
 
 def _keep_as(path: Path, other: Path) -> None:
-    """A second name for a file's present contents; a copy where the file system knows no second names."""
+    """Keeps a file's contents under another name: by a hard link, or by a copy if the file system has no links."""
     other.unlink(missing_ok=True)
     try:
         os.link(path, other)
@@ -151,7 +156,7 @@ def load_task_end(folder: RunFolder) -> Checkpoint | None:
 
 
 def load(folder: RunFolder) -> Checkpoint | None:
-    """The latest whole checkpoint, or None before the first. A damaged one gives way to the one before."""
+    """The latest intact checkpoint, or None before the first. If the last is damaged, takes the previous one."""
     damaged: UserError | None = None
     for name in (LAST, PREVIOUS):
         if not (folder.checkpoints / name).exists():
@@ -159,14 +164,14 @@ def load(folder: RunFolder) -> Checkpoint | None:
         try:
             checkpoint = _read(folder, name)
         except UserError as error:
-            logger.warning("%s Trying the checkpoint before it.", error)
+            logger.warning("%s Trying the previous checkpoint.", error)
             damaged = error
             continue
         if damaged is not None:
             _keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST)
         return checkpoint
     if damaged is not None:
-        raise UserError(f"{damaged} No whole checkpoint is left. {START_AGAIN}")
+        raise UserError(f"{damaged} No intact checkpoint is left. {START_AGAIN}")
     return None
 
 
@@ -185,7 +190,7 @@ def _read(folder: RunFolder, name: str) -> Checkpoint:
     return Checkpoint(position, parts["method."], task_state, parts["optimizer."], parts["random."], random_text)
 
 
-# Optimizer state by parameter name. PyTorch numbers the parameters; the names say which is which.
+# Optimizer state by parameter name. PyTorch only numbers the parameters.
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
@@ -203,7 +208,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: 
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit(".", 1)
         if name not in names:
-            raise UserError(f"The checkpoint holds optimizer state for '{name}', which this run does not train.")
+            raise UserError(
+                f"The checkpoint has optimizer state for '{name}', which this run does not train: undo any edits of "
+                "config.yaml."
+            )
         state.setdefault(names.index(name), {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

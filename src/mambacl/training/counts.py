@@ -1,4 +1,4 @@
-"""Counting right predictions."""
+"""Counts correct predictions."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,8 +13,8 @@ def count_correct(
     device: torch.device,
     right: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> int:
-    """Right predictions: as `right` says of logits and labels, or where the largest logit over all classes seen is at
-    the image's label."""
+    """The number of correct predictions. `right` decides from logits and labels; without it, the largest logit must be
+    that of the image's label."""
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in batches:
         logits, labels = predict(images.to(device, non_blocking=True)), labels.to(device, non_blocking=True)

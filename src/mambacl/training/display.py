@@ -1,4 +1,4 @@
-"""What a run shows while it works: a live bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a live bar on a terminal, plain lines elsewhere."""
 
 import sys
 from types import TracebackType
@@ -22,10 +22,10 @@ class Display:
         return
 
     def step(self) -> None:
-        """A batch of training is done."""
+        """A training batch is done."""
 
     def phase(self, text: str) -> None:
-        """What is being done now."""
+        """A new phase begins."""
 
     def epoch(self, text: str) -> None:
         """An epoch is done."""

@@ -1,4 +1,4 @@
-"""Carries a run's loop out, and puts on record whatever ends it early."""
+"""Runs a run's loop to the end, and records in results.json if something stops it early."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError
 
 
-def carry_out(folder: RunFolder, parts: Parts, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """Trains from the beginning or from a checkpoint to the end; returns the results."""
+def execute(folder: RunFolder, parts: Parts, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Trains from the beginning, or from a checkpoint, to the end. Returns the results."""
     config = parts.config
     done = 0
     if checkpoint is not None:
@@ -51,13 +51,13 @@ def carry_out(folder: RunFolder, parts: Parts, checkpoint: Checkpoint | None) ->
         with suppress(OSError):
             log.write_text(traceback.format_exc(), encoding="utf-8")
         raise TrainingError(
-            f"{type(error).__name__}: {error} (the whole story is in {log}; `mambacl resume {folder.path}` continues "
+            f"{type(error).__name__}: {error} (the traceback is in {log}; `mambacl resume {folder.path}` continues "
             "from the last checkpoint)"
         ) from error
 
 
 def _note_end(loop: Loop, status: str) -> None:
-    with suppress(OSError):  # a full disk may be what ended the run
+    with suppress(OSError):  # a full disk may have stopped the run
         loop.background.wait()
     with suppress(OSError):
         loop.write_results(status)
@@ -65,7 +65,8 @@ def _note_end(loop: Loop, status: str) -> None:
 
 @contextmanager
 def arithmetic(config: RunConfig) -> Iterator[None]:
-    """How a run computes: with kernels or their plain twins, with or without TF32, which is more than bf16 has."""
+    """Sets how a run computes: with kernels or their plain twins, with or without TF32. A bf16 run uses TF32 for what
+    autocast leaves in float32."""
     with (
         nullcontext() if config.precision == "float32" else float32_products(tf32=True),
         nullcontext() if config.fast else ops.switch.plain(),
@@ -75,7 +76,7 @@ def arithmetic(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM, as batch systems send it, ends a run like Ctrl-C does."""
+    """Makes SIGTERM, which batch systems send, end a run as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,7 +84,7 @@ def terminable() -> Iterator[None]:
     own = os.getpid()
 
     def interrupt(*_: Any) -> None:
-        if os.getpid() != own:  # a worker, which inherits this: it must go, and not keep the run's lock
+        if os.getpid() != own:  # a worker inherits this handler; it must end, so as not to keep the run's lock
             os._exit(128 + signal.SIGTERM)
         raise KeyboardInterrupt
 

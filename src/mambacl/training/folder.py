@@ -1,13 +1,13 @@
-"""A run's folder on disk: its only reader and writer. Files are replaced whole; `results.json` is valid at any moment.
+"""The only reader and writer of a run's folder. Files are replaced atomically; `results.json` is valid at any moment.
 
     config.yaml      the resolved configuration
     stream.json      class order, tasks, fingerprint of the data
-    metrics.jsonl    events: an epoch, a task
+    metrics.jsonl    events: one per epoch and task
     results.json     counts, metrics, seconds
-    audit.json       what `mambacl audit` found
-    checkpoints/     tensors; `training.checkpoints` says which
+    audit.json       the findings of the audit
+    checkpoints/     tensors; see `training.checkpoints`
 
-A folder may be of a run that still goes on or broke off; whatever it has finished so far can be read.
+The run can still be in progress, or have stopped early; everything that it has finished can be read.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ FROM_TRAIN = "give a folder that mambacl train wrote, such as runs/<preset>-<met
 
 
 def task_file(task: int) -> str:
-    """What a method keeps when a task ends."""
+    """The file with a method's state at the end of a task."""
     return f"task-{task:02d}.safetensors"
 
 
 def audit_file(task: int) -> str:
-    """Images of a task that are kept for the audit, and what the model made of them."""
+    """The file with a task's images for the audit, and the model's outputs for them."""
     return f"audit-{task:02d}.safetensors"
 
 
@@ -52,21 +52,23 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
-        """One to continue, evaluate or audit."""
+        """A folder to continue, evaluate or audit: it needs config.yaml."""
         folder = cls(path)
         if not folder.exists():
-            raise UserError(f"{path} is no run folder (it has no config.yaml); runs are in runs/ unless --out says so.")
+            raise UserError(
+                f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set."
+            )
         return folder
 
     @classmethod
     def with_results(cls, path: str | Path) -> "RunFolder":
-        """One to report: results.json is enough."""
+        """A folder to report: it needs only results.json."""
         folder = cls(path)
         if not folder.path.is_dir():
             what = "is a file, not a run folder" if folder.path.exists() else "does not exist"
             raise UserError(f"{path} {what}; {FROM_TRAIN}")
         if not folder.has_results():
-            raise UserError(f"{path} is not a run folder, for it has no results.json; {FROM_TRAIN}")
+            raise UserError(f"{path} is not a run folder (it has no results.json); {FROM_TRAIN}")
         return folder
 
     def exists(self) -> bool:
@@ -81,7 +83,7 @@ class RunFolder:
         write_bytes(self.path / CONFIG, config.as_yaml().encode())
 
     def clear(self) -> None:
-        """Removes what a run writes, checkpoints first and config.yaml last, and nothing else that may lie there."""
+        """Removes only the files that a run writes, checkpoints first and config.yaml last."""
         for path in self.checkpoints.glob("*.safetensors"):
             path.unlink()
         self.clear_covariances()
@@ -91,28 +93,28 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def clear_covariances(self) -> None:
-        """What a process that was killed left on disk of its covariances; the checkpoints have their own copy."""
+        """Removes covariances that a killed process left on disk; the checkpoints have their own copy."""
         for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def locked(self) -> AbstractContextManager[None]:
-        """One process at a time."""
+        """Locks the folder: one process at a time can train it."""
         self.path.mkdir(parents=True, exist_ok=True)
         return locked(self.path / ".lock", f"Another process is training {self.path}: wait for it, or choose --out.")
 
     # The configuration
 
     def config(self) -> RunConfig:
-        """Checked, for a run that goes on."""
-        config = from_dict({"precision": "float32", **self.options()})  # the default before there was `auto`
+        """The configuration, checked, to continue the run."""
+        config = from_dict({"precision": "float32", **self.options()})  # the default before `auto` existed
         order = config.stream.order
         if isinstance(order, str) and order not in ORDERS and not is_file(order) and not config.stream.by_domain:
-            kept = self.stream()["class_order"]  # its file is gone, but the run has the order itself
+            kept = self.stream()["class_order"]  # the order's file is gone, but the run has a copy
             config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, order=kept))
         return config
 
     def options(self) -> dict[str, Any]:
-        """The configuration as it is written, whichever version wrote it; empty if there is none."""
+        """The configuration as written by any version, unchecked; empty if the file is missing."""
         return parse_yaml(self.config_text(), str(self.path / CONFIG))
 
     def config_text(self) -> str:
@@ -129,13 +131,13 @@ class RunFolder:
         return self._json(STREAM)
 
     def results(self) -> dict[str, Any]:
-        """Checked: every table and figure relies on the counts. Empty before a run has written any."""
+        """The results, checked, because every table and figure relies on the counts; empty if not written yet."""
         path, results = self.path / RESULTS, self._json(RESULTS)
         if not results and not path.exists():
             return {}
         if results.get("schema") != SCHEMA:
             raise UserError(
-                f"{path} has the schema {results.get('schema')!r}, and this version of mambacl reads schema {SCHEMA}: "
+                f"{path} has the schema {results.get('schema')!r}, but this version of mambacl reads schema {SCHEMA}: "
                 "use the version that wrote the run."
             )
         if problem := _problem(results):
@@ -146,19 +148,19 @@ class RunFolder:
         write_json(self.path / RESULTS, results)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Of what is done after the run itself."""
+        """Adds the seconds of a phase after the run itself."""
         results = self.results()
         known = results.setdefault("seconds", {})
         known[phase] = known.get(phase, 0.0) + seconds
         self.write_results(results)
 
     def audit(self) -> dict[str, Any]:
-        """Empty if there is none."""
+        """The audit; empty if the file is missing."""
         path, audit = self.path / AUDIT, self._json(AUDIT)
         known = audit.get("schema") == SCHEMA and all(isinstance(audit.get(key), list) for key in ("tasks", "updates"))
         if path.exists() and not known:
             raise UserError(
-                f"{path} is no audit that this version reads; make it again with mambacl audit {self.path}."
+                f"{path} is not an audit that this version reads; write it again with `mambacl audit {self.path}`."
             )
         return audit
 
@@ -176,13 +178,13 @@ class RunFolder:
         return path.stat().st_size if path.exists() else 0
 
     def truncate_events(self, length: int) -> None:
-        """Forgets lines written after the checkpoint that a run resumes from."""
+        """Removes lines written after the checkpoint that the run resumes from."""
         if self.events_length() > length:
             os.truncate(self.path / EVENTS, length)
 
     def events(self, kind: str, *needed: str) -> list[dict[str, Any]]:
-        """Those of one kind; `needed` are the keys that hold a number in each. A last line cut off by a crash is left
-        out; a broken line before it is an error."""
+        """The events of one kind. `needed` are keys that must hold an integer in each. A last line cut off by a crash
+        is skipped; a damaged line before it is an error."""
         path, found = self.path / EVENTS, []
         lines = self._text(EVENTS).split("\n")
         for number, line in enumerate(lines, start=1):
@@ -193,7 +195,7 @@ class RunFolder:
             except ValueError:
                 if number == len(lines):
                     break
-                raise UserError(f"{path} is damaged in line {number}; remove that line to go on without it.") from None
+                raise UserError(f"{path} is damaged in line {number}; remove that line to continue.") from None
             if isinstance(event, dict) and event.get("event") == kind:
                 if not all(isinstance(event.get(key), int) for key in needed):
                     words = " and ".join(needed)
@@ -218,7 +220,7 @@ class RunFolder:
     # Reading and writing
 
     def _text(self, name: str) -> str:
-        """The text of a file, empty if there is none."""
+        """The text of a file; empty if the file is missing."""
         path = self.path / name
         try:
             return path.read_text(encoding="utf-8")
@@ -240,12 +242,12 @@ class RunFolder:
                 f"{path} is not valid JSON ({error}): restore it, or start the run again with --overwrite."
             ) from None
         if not isinstance(value, dict):
-            raise UserError(f"{path} holds a {type(value).__name__} where a mapping belongs; restore the file.")
+            raise UserError(f"{path} must hold a mapping, but holds a {type(value).__name__}; restore the file.")
         return value
 
 
 def _problem(results: Mapping[str, Any]) -> str | None:
-    """What is wrong with the counts, in words."""
+    """What is wrong with the results, in words; None if nothing is."""
     tasks, correct, total = (results.get(name) for name in ("tasks", "correct", "total"))
     for name, value in (("tasks", tasks), ("correct", correct), ("total", total)):
         if not isinstance(value, list):
@@ -256,20 +258,20 @@ def _problem(results: Mapping[str, Any]) -> str | None:
     if len(correct) > len(total) or len(correct) > len(tasks):
         return f"{len(correct)} rows of counts for {min(len(total), len(tasks))} tasks"
     if not all(_is_count(value) for value in total):
-        return "'total' holds something else than counts"
+        return "'total' holds values that are not counts"
     for t, row in enumerate(correct):
         if not isinstance(row, list) or len(row) != t + 1:
             return f"row {t} of 'correct' does not have {t + 1} counts"
         if not all(_is_count(value) and value <= total[j] for j, value in enumerate(row)):
-            return f"row {t} of 'correct' holds something else than counts up to 'total'"
+            return f"row {t} of 'correct' holds values that are not counts up to 'total'"
     for name in ("metrics", "seconds", "versions"):
         if not isinstance(results.get(name, {}), Mapping):
             return f"'{name}' is not a mapping"
     if str(results.get("scenario", "class")) not in SCENARIOS:
-        return f"'scenario' is none of {', '.join(SCENARIOS)}"
+        return f"'scenario' is not one of {', '.join(SCENARIOS)}"
     domains = results.get("domains")
     if domains is not None and (not isinstance(domains, list) or len(domains) != len(tasks)):
-        return "'domains' does not name one for each task"
+        return "'domains' does not name one domain per task"
     for name in ("class_names", "class_order"):
         if not isinstance(results.get(name) or [], list):
             return f"'{name}' is not a list"

@@ -1,4 +1,4 @@
-"""Which options make two runs different: for `train`, which continues a run, and reports, which group runs by seed."""
+"""Which options make two runs different. `train` needs it to continue a run, reports to group runs by seed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from mambacl.config import RunConfig
 
 EXECUTION = ("out", "device", "fast", "training.workers", "training.eval_batch_size")
-"""where and how fast a run is computed: no matter to what is computed"""
+"""where and how fast a run is computed; these do not affect what is computed"""
 SEEDS = ("seed", "stream.order_seed")
-"""in these, runs of one experiment differ"""
+"""runs of one experiment differ only in these"""
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -20,11 +20,12 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that say which run it is."""
+    """The options that identify a run."""
     return {key: value for key, value in flatten(config).items() if key not in EXECUTION}
 
 
-def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Names of the options that make two configurations different runs."""
-    a, b = defining(one.as_dict()), defining(other.as_dict())
-    return [key for key in {**a, **b} if a.get(key) != b.get(key)]
+def differences(existing: RunConfig, wanted: RunConfig) -> list[str]:
+    """Names of the options that make `wanted` another run than `existing`. The precision `auto` fits any run."""
+    a, b = defining(existing.as_dict()), defining(wanted.as_dict())
+    same = ("precision",) if wanted.precision == "auto" else ()
+    return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in same]

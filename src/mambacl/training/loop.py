@@ -1,6 +1,6 @@
-"""The loop: tasks, epochs, steps; after each task the method's own end, evaluation, results.
+"""The training loop: tasks, epochs, steps; after each task, the method finishes it, then evaluation and results.
 
-It knows no method by name.
+It works with any method.
 """
 
 import copy
@@ -9,7 +9,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -31,16 +30,16 @@ from mambacl.training.optimizers import without_compiler
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.schedule import lr_factor
-from mambacl.training.seconds import Watch, with_the_rest
-from mambacl.training.step import Recorder, TrainingStep
+from mambacl.training.seconds import Watch, with_other
+from mambacl.training.step import Recorder, TrainingStep, autocast
 
 Batches = Iterable[tuple[Tensor, Tensor]]
-CHECKPOINT_EVERY = 1.0  # seconds, where they are written beside the training: to copy one takes longer than a step
-LARGE = 1 << 30  # bytes of a task's state that are not copied to be written beside the training
+CHECKPOINT_EVERY = 1.0  # seconds between background checkpoints: copying one takes longer than a step
+LARGE = 1 << 30  # bytes; a task state above this is not copied to be written in the background
 
 
 class TaskStream(Protocol):
-    """What the loop asks of a stream."""
+    """What the loop needs from a stream."""
 
     tasks: list[list[int]]
 
@@ -53,7 +52,7 @@ class TaskStream(Protocol):
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on, in one sentence with the remedy."""
+    """A run that cannot continue: one sentence with the remedy."""
 
 
 class Loop:
@@ -73,12 +72,11 @@ class Loop:
         scenario: Scenario = "class",
         watch: Watch | None = None,
     ) -> None:
-        """`header`: what results.json says about the run besides what the loop finds out; `fast`: whether steps may be
-        recorded; `scenario`: what the answer to a test image is chosen from; `watch`: has counted since the run
-        began."""
+        """`header`: further entries for results.json; `fast`: whether steps can be recorded as CUDA graphs; `watch`:
+        counts the seconds since the run began."""
         self.watch = watch or Watch()
-        self.seconds_before: dict[str, float] = {}  # of earlier processes
-        self.saved_at = -math.inf  # the latest checkpoint
+        self.seconds_before: dict[str, float] = {}  # in earlier processes
+        self.saved_at = -math.inf  # time of the latest checkpoint
         self.scenario = scenario
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
@@ -91,7 +89,7 @@ class Loop:
         self.names: list[str] = []
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Trains from the beginning, or from a checkpoint, to the end; returns the results."""
+        """Trains from the beginning, or from a checkpoint, to the end. Returns the results."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         if checkpoint is not None:
@@ -143,7 +141,7 @@ class Loop:
         seconds = time.perf_counter() - started
         if not np.isfinite(loss_mean):
             raise TrainingError(
-                f"The loss of {place} is not finite: lower training.lr or training.head_lr, or use precision float32."
+                f"The loss in {place} is not finite: lower training.lr or training.head_lr, or use precision float32."
             )
         self.watch.add("train", seconds)
         self.position.images += images_seen
@@ -166,7 +164,7 @@ class Loop:
     def _new_step(self) -> None:
         assert self.optimizer is not None
         graphs = self.fast and self.method.recordable
-        self.step = TrainingStep(self.method, self.optimizer, self.device, self._autocast(), graphs, self.recorder)
+        self.step = TrainingStep(self.method, self.optimizer, self.device, self.bf16, graphs, self.recorder)
 
     # The end of a task
 
@@ -197,10 +195,10 @@ class Loop:
         self.display.task(f"after {place}: accuracy {average:.1%}  (by task: {each})")
 
     def evaluate(self, task: int) -> list[int]:
-        """Right test images of each task up to this one."""
+        """The number of correct test images of each task up to this one."""
 
         def plain(images: Tensor) -> Tensor:
-            with self._autocast():
+            with autocast(self.device, self.bf16):
                 return self.method.predict(images)
 
         predict: Callable[[Tensor], Tensor] = plain
@@ -214,7 +212,7 @@ class Loop:
             counts.append(count_correct(predict, self.stream.test_batches(j, batch), self.device, rule))
         return counts
 
-    # Keeping
+    # Checkpoints and results
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.position = checkpoint.position
@@ -231,9 +229,9 @@ class Loop:
         self.write_results("running")
 
     def _save(self, task_state: TaskState | None = None) -> None:
-        """Writes a checkpoint, at the end of a task with the method's state. Beside the training, one within a task is
-        left out where the one before is a moment old or still being written: a GPU does an epoch in less time than a
-        disk takes to say that it has everything."""
+        """Writes a checkpoint, with the method's state at the end of a task. In the background, a checkpoint within a
+        task is skipped if the one before is recent or still being written: on a GPU, an epoch can take less time than
+        flushing to disk."""
         with self.watch.phase("checkpoints"):
             self._write_checkpoint(task_state)
 
@@ -255,7 +253,7 @@ class Loop:
         if task_state is not None and task_state.nbytes() > LARGE:
             task_state.write(self.folder)
             task_state = None
-        state = None if task_state is None else task_state.beside_the_gpu()
+        state = None if task_state is None else task_state.on_cpu()
         kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, copied=True)
         results = copy.deepcopy(self.results("running"))
 
@@ -271,11 +269,11 @@ class Loop:
         self.folder.append_event({"event": event, **values})
 
     def _count_seconds(self) -> None:
-        """Those of this process and of the ones before, by phase."""
+        """Adds up the seconds of this process and of earlier ones, by phase."""
         seconds = dict(self.seconds_before)
         for phase, value in self.watch.seconds.items():
             seconds[phase] = seconds.get(phase, 0.0) + value
-        self.position.seconds = with_the_rest(seconds, sum(self.seconds_before.values()) + self.watch.total())
+        self.position.seconds = with_other(seconds, sum(self.seconds_before.values()) + self.watch.total())
 
     def write_results(self, status: str) -> dict[str, Any]:
         self.background.wait()
@@ -287,7 +285,7 @@ class Loop:
         self._count_seconds()
         position, total = self.position, self.stream.test_counts()
         position.peak_memory = max(position.peak_memory, peak_memory(self.device))
-        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method may add phases
+        seconds = {**dict.fromkeys(PHASES, 0.0), **position.seconds}  # a method can add phases
         return {
             "schema": SCHEMA,
             "status": status,
@@ -301,9 +299,6 @@ class Loop:
             "versions": versions(),
         }
 
-    def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
-
 
 PHASES = ("train", "covariance", "decomposition", "evaluate")
 
@@ -311,7 +306,7 @@ PHASES = ("train", "covariance", "decomposition", "evaluate")
 def make_optimizer(
     recipe: Recipe, groups: list[dict[str, Any]], recorded_on: torch.device | None = None
 ) -> torch.optim.Optimizer:
-    """`recorded_on`: a GPU that is to record steps; Adam then keeps all it needs there, the learning rates too."""
+    """`recorded_on`: the GPU that records the steps. Adam then keeps all its state there, including learning rates."""
     decay = recipe.weight_decay
     fused = recorded_on is not None
     if recorded_on is not None and recipe.optimizer != "sgd":
@@ -328,7 +323,7 @@ def task_seed(seed: int, task: int) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Of the device where there is one, else of this process, in bytes."""
+    """Peak memory in bytes: of the GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -341,11 +336,11 @@ def peak_memory(device: torch.device) -> int:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what a run depends on; read from disk once."""
+    """The versions of the libraries that affect a run; read from disk once."""
     found = {"python": platform.python_version()}
     for name in ("mambacl", "torch", "torchvision", "numpy"):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # run from its source folder
+        except PackageNotFoundError:  # used from its source folder
             found[name] = "not installed"
     return found

@@ -1,9 +1,10 @@
-"""Continual-learning metrics: per metric one entry with its function of counts and all that tables and pages say of it.
+"""Continual-learning metrics. Each entry has its function of the counts and all texts for tables and pages.
 
-`correct[t][j]` counts the test images of task j that are right after task t (j <= t); `mambacl.scenarios` says when one
-is. `total[j]` counts the test images of task j. R[t, j] = correct[t][j] / total[j]. T is the last row.
+`correct[t][j]` is the number of test images of task j that are correct after task t (j <= t); `mambacl.scenarios`
+defines correct. `total[j]` is the number of test images of task j. R[t, j] = correct[t][j] / total[j]. T is the last
+row.
 
-Where only R is known, as from other tools, R itself with totals of one gives every metric whose `needs` is "R".
+If only R is known, as from other tools, pass R with totals of one: that gives every metric whose `needs` is "R".
 """
 
 import math
@@ -21,29 +22,29 @@ Function = Callable[[Counts, Totals], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run, as a fraction of one; tables show it in per cent."""
+    """A number that describes a run, as a fraction of one; tables show it in per cent."""
 
     name: str
-    """in results.json and on the command line"""
+    """its name in results.json and on the command line"""
     title: str
-    """over a column"""
+    """its column heading"""
     formula: str
     meaning: str
     """the formula in words"""
     used_by: str
-    """whose definition it is"""
+    """who defines it this way"""
     function: Function
     better: Literal["max", "min"] | None = None
-    """which of several runs is the best"""
+    """whether the largest or the smallest value is the best"""
     needs: Literal["R", "counts"] = "R"
     shown: Literal["table", "page"] = "table"
     """table: a column of every comparison; page: only in the list of all metrics on a run's page"""
     headline: Literal["tasks", "images"] | None = None
-    """in comparisons only where accuracies are averaged over these"""
+    """show it in comparisons only if accuracies are averaged over these"""
 
     @property
     def sentence(self) -> str:
-        """For the notes below a table."""
+        """A note below a table."""
         return f"{self.title}: {self.meaning}"
 
 
@@ -60,7 +61,7 @@ def metric(
     shown: Literal["table", "page"] = "table",
     headline: Literal["tasks", "images"] | None = None,
 ) -> Callable[[Function], Function]:
-    """Registers a function under its own name."""
+    """Registers a function under its name."""
 
     def register(function: Function) -> Function:
         name = function.__name__
@@ -75,44 +76,44 @@ def list_metrics() -> list[Metric]:
 
 
 def table_metrics(headline: str) -> list[Metric]:
-    """Those that a comparison shows, where accuracies are averaged over "tasks" or "images"."""
+    """The metrics in a comparison whose accuracies are averaged over `headline`, "tasks" or "images"."""
     return [entry for entry in list_metrics() if entry.shown == "table" and entry.headline in (None, headline)]
 
 
 def all_metrics(correct: Counts, total: Totals) -> dict[str, float]:
-    """Every metric by name; all 0 before the first task has ended."""
+    """Every metric by name; all are 0 before the first task has ended."""
     return {entry.name: entry.function(correct, total) if correct else 0.0 for entry in list_metrics()}
 
 
-# What the metrics are made of
+# Building blocks
 
 
 def accuracy_matrix(correct: Counts, total: Totals) -> Matrix:
-    """R, lower triangular; NaN for a task without test images, which no mean counts."""
+    """R, lower triangular. NaN for a task without test images, which means leave out."""
     return [[right / total[j] if total[j] else math.nan for j, right in enumerate(row)] for row in correct]
 
 
 def accuracy_over_tasks(correct: Counts, total: Totals) -> list[float]:
-    """After each task: the mean of R[t] over the tasks seen."""
+    """The mean of R[t] over the tasks seen, after each task."""
     return [mean(row) for row in accuracy_matrix(correct, total)]
 
 
 def accuracy_over_images(correct: Counts, total: Totals) -> list[float]:
-    """After each task: right images / images, over the tasks seen."""
+    """Correct images / images, over the tasks seen, after each task."""
     images = [sum(total[: len(row)]) for row in correct]
     return [sum(row) / count if count else math.nan for row, count in zip(correct, images, strict=True)]
 
 
 def forgetting_by_task(correct: Counts, total: Totals, with_last: bool = False) -> list[float]:
-    """Of each task before the last: its best accuracy over the rows before the last, or over all, less that of the last
-    row."""
+    """For each task but the last: its best accuracy in the rows before the last minus that in the last row. `with_last`
+    includes the last row in the best."""
     R = accuracy_matrix(correct, total)
     last = len(R) - 1
     return [max(R[t][j] for t in range(j, last + with_last)) - R[last][j] for j in range(last)]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Without NaN. Nothing to average (one task forgets nothing) is 0; nothing but NaN is NaN."""
+    """The mean without NaN values. It is 0 for an empty list (a single task forgets nothing) and NaN if all are NaN."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan if values else 0.0
 
@@ -130,7 +131,7 @@ def final_accuracy_tasks(correct: Counts, total: Totals) -> float:
 
 @metric(
     "final accuracy", "sum_j correct[T, j] / sum_j total[j]",
-    "right answers over all test images after the last task",
+    "share of all test images that are correct after the last task",
     "the public Mamba-CL code, VPT-NSP, PILOT, PyCIL, InfLoRA", better="max", needs="counts", headline="images",
 )  # fmt: skip
 def final_accuracy_images(correct: Counts, total: Totals) -> float:
@@ -157,14 +158,14 @@ def forgetting_public(correct: Counts, total: Totals) -> float:
 
 @metric(
     "forgetting (first to last)", "mean_{j<T} (R[j, j] - R[T, j])",
-    "accuracy just after a task less that after the last task", "Avalanche", better="min", shown="page",
+    "accuracy right after a task minus accuracy after the last task", "Avalanche", better="min", shown="page",
 )  # fmt: skip
 def forgetting_first_to_last(correct: Counts, total: Totals) -> float:
     return 0.0 - backward_transfer(correct, total)
 
 
 @metric(
-    "learning accuracy", "mean_j R[j, j]", "mean accuracy on each task just after it was learned",
+    "learning accuracy", "mean_j R[j, j]", "mean accuracy on each task right after learning it",
     "how well each task was known right after it was learned", better="max",
 )  # fmt: skip
 def learning_accuracy(correct: Counts, total: Totals) -> float:
@@ -191,7 +192,7 @@ def average_incremental_accuracy_tasks(correct: Counts, total: Totals) -> float:
 
 @metric(
     "backward transfer", "mean_{j<T} (R[T, j] - R[j, j])",
-    "mean over the tasks before the last of the accuracy after the last task less the accuracy just after that task",
+    "accuracy after the last task minus accuracy right after a task, averaged over the tasks before the last",
     "Lopez-Paz and Ranzato", better="max", shown="page",
 )  # fmt: skip
 def backward_transfer(correct: Counts, total: Totals) -> float:

@@ -1,5 +1,5 @@
-"""PyTorch's optimizers without what keeps `torch.compile` out of them: it loads the compiler, which takes seconds and
-which a run never uses. The code that computes is PyTorch's own."""
+"""PyTorch's optimizers without the wrappers that keep `torch.compile` out: they import the compiler, which takes
+seconds and which a run never uses. PyTorch's own code does the computation."""
 
 import inspect
 from functools import cache
@@ -13,7 +13,7 @@ GUARDED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 @cache
 def without_compiler(kind: type[T]) -> type[T]:
-    """The same optimizer. Not for one that `torch.compile` is to see."""
+    """The same optimizer; do not use it inside `torch.compile`."""
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in GUARDED}
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (kind,), {**methods, "step": step, "__doc__": kind.__doc__})

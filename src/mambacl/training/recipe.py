@@ -1,6 +1,6 @@
-"""How one task is trained, as data; the named recipes are values of it.
+"""The options for training one task, and the named recipes.
 
-A recipe is apart from the null space's setting: any of the one goes with any of the other.
+A recipe is independent of the null space's setting: any recipe works with any setting.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ class Recipe(Options):
     passes: Count = 50
     """passes over a task's images"""
     passes_per_epoch: Count = 1
-    """passes that are shuffled as one; a checkpoint is written after each epoch"""
+    """passes that are shuffled together; a checkpoint is written after each epoch"""
     batch_size: Count = 200
-    """images in a training batch"""
+    """images per training batch"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """adam has L2 decay inside the gradient, adamw decoupled decay, sgd a momentum of 0.9"""
+    """adam adds L2 decay to the gradient, adamw decouples it, sgd has a momentum of 0.9"""
     lr: Rate = 2e-4
     """learning rate of the backbone"""
     head_lr: Rate = 1e-2
@@ -33,22 +33,22 @@ class Recipe(Options):
     weight_decay: Rate = 5e-5
     """weight decay of all trained parameters"""
     schedule: Literal["multistep", "cosine", "constant"] = "multistep"
-    """how the learning rates fall within a task"""
+    """how the learning rates decay within a task"""
     decay_after: list[int] = dataclasses.field(default_factory=lambda: [25, 40])
     """multistep: passes after which the learning rates are multiplied by decay_rate"""
     decay_rate: Rate = 0.1
-    """multistep: that factor"""
+    """multistep: factor of the learning rates"""
     heads: Literal["new", "warm-second"] = "new"
-    """new: each task starts a new classifier; warm-second: the second continues from the first if as wide, as the
-    released code does"""
+    """new: each task starts with a new classifier; warm-second: the second task starts with the first's if it has as
+    many classes, as in the released code"""
     headline: Literal["tasks", "images"] = "tasks"
-    """printed accuracies: the mean over tasks, or over images"""
+    """whether printed accuracies are means over tasks or over images"""
     covariance_batch_size: Count = 100
-    """images in a batch when the covariances are gathered"""
+    """images per batch when gathering covariances"""
     eval_batch_size: Count = 100
-    """images in a batch at evaluation"""
+    """images per batch in evaluation"""
     workers: Annotated[int, at_least(0)] = 0
-    """processes that prepare images; 0 prepares them in the main one"""
+    """processes that load images; 0 loads them in the main process"""
 
     def check(self) -> None:
         if self.passes % self.passes_per_epoch:

@@ -1,8 +1,8 @@
-"""Inference recorded as CUDA graphs: `mambacl.recorded(model)`.
+"""Inference with CUDA graphs: `mambacl.recorded(model)`.
 
-Python takes longer to start the kernels of one image than a GPU takes to run them. The first call with images of some
-shape runs normally; the second is recorded, and from then on it is replayed: the same kernels, the same numbers,
-started all at once. Whatever cannot be recorded runs normally.
+For a single image, Python takes longer to launch the kernels than the GPU takes to run them. The first call with images
+of some shape runs normally, the second is recorded, and later calls replay the recording: the same kernels and results
+with a single launch. Calls that cannot be recorded run normally.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mambacl.log import logger
 from mambacl.ops import switch
 from mambacl.training.step import SHARE, Recorder
 
-MOST = 4  # shapes that are recorded: each keeps its results and images on the GPU
-Kind = tuple[object, ...]  # everything but the values that a call depends on
+MOST = 4  # recorded shapes: each keeps its images and results on the GPU
+Kind = tuple[object, ...]  # everything a call depends on except the values
 
 
 class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Record = Callable[[Callable[[], object], Tensor], Graph]  # of some work on images
+Record = Callable[[Callable[[], object], Tensor], Graph]  # records work on images
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ class Recording:
     def __call__(self, images: Tensor) -> Tensor:
         self.images.copy_(images)
         self.graph.replay()
-        return self.output.clone()  # the next replay, of this graph or another, writes into the same memory
+        return self.output.clone()  # the next replay of any graph overwrites this memory
 
 
 class Recorded:
-    """A function of images that gives a tensor; `tensors` are all that it reads besides them. Values that change in
-    place are seen; where a tensor has moved, everything is recorded again. `ready`: whether it may be replayed now.
+    """Records and replays a function from images to a tensor. `tensors` are all other tensors that it reads. Replays
+    see values that change in place; if a tensor moves to other memory, everything is recorded again. `ready`: whether
+    calls can be replayed now.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class Recorded:
         return images.is_cuda or not isinstance(self._record, CUDAGraphs)
 
     def _new(self, kind: Kind, images: Tensor) -> Recording | None:
-        """Where recording fails, it is not tried again."""
+        """Records a call. After a failure, it is not tried again."""
         found: list[Tensor] = []
-        torch.clear_autocast_cache()  # what it holds would not follow the weights
+        torch.clear_autocast_cache()  # cached casts would not follow the weights
         try:
             with torch.inference_mode(False), torch.no_grad():  # so that it can be replayed in either mode
                 own = images.clone()
@@ -94,7 +95,7 @@ class Recorded:
         except RuntimeError as error:
             if images.is_cuda:
                 torch.cuda.synchronize(images.device)
-            logger.info("Inference is not recorded as a CUDA graph (%s).", str(error).splitlines()[0])
+            logger.info("Inference cannot be recorded as a CUDA graph (%s).", str(error).splitlines()[0])
             self._given_up.add(kind)
             return None
         finally:
@@ -105,8 +106,8 @@ class Recorded:
 
 
 def recorded(model: nn.Module, most: int = MOST) -> Recorded:
-    """The model, to be called with images under `torch.no_grad()` or `torch.inference_mode()`; replayed on a GPU in
-    evaluation mode for up to `most` shapes of images. The model's hooks do not run in a replay."""
+    """The model as a function of images, to be called under `torch.no_grad()` or `torch.inference_mode()`. On a GPU, in
+    evaluation mode, calls are replayed for up to `most` image shapes. The model's hooks do not run in a replay."""
 
     def tensors() -> Iterable[Tensor]:
         return chain(model.parameters(), model.buffers())
@@ -115,7 +116,7 @@ def recorded(model: nn.Module, most: int = MOST) -> Recorded:
 
 
 class CUDAGraphs:
-    """Records on a GPU, unless a call needs too much of its memory."""
+    """Records on a GPU, unless a call needs too much memory."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.recorder = recorder

@@ -1,4 +1,4 @@
-"""Learning rates as a pure function of the passes already made: nothing to save, nothing to get out of step."""
+"""Learning rates as a pure function of the passes done: no state to save or to get out of step."""
 
 import math
 
@@ -6,7 +6,7 @@ from mambacl.training.recipe import Recipe
 
 
 def lr_factor(recipe: Recipe, done: float) -> float:
-    """What the learning rates are multiplied by after `done` passes over the task's images."""
+    """The factor of the learning rates after `done` passes over the task's images."""
     if recipe.schedule == "constant":
         return 1.0
     if recipe.schedule == "cosine":

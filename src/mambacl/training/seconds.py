@@ -1,7 +1,7 @@
 """Where the wall time of a run goes, from the start of its process to its report.
 
-`results.json` has seconds by phase. Those of the work itself (`loop.PHASES`, and a method's own) and those `AROUND` it
-add up to the wall time; after an interruption, to that of all processes that worked on the run.
+`results.json` has seconds per phase: the phases of the work itself (`loop.PHASES`, and those a method adds) and those
+`AROUND` it. They add up to the wall time of all processes that worked on the run.
 """
 
 import os
@@ -14,32 +14,32 @@ AROUND: dict[str, str] = {
     "start": "from the start of the process: Python, imports, the configuration",
     "data": "opening, checking and reading the images",
     "model": "building the model and loading its weights",
-    "checkpoints": "what the training waits for while checkpoints are written",
-    "audit": "images kept for the audit, and the audit itself",
-    "report": "the report",
-    "other": "the rest",
+    "checkpoints": "waiting for checkpoints to be written",
+    "audit": "keeping images for the audit, and the audit itself",
+    "report": "writing the report",
+    "other": "everything else",
 }
 
-_process_began: float | None = None  # of a process that exists for one command, until a run has counted it
+_process_began: float | None = None  # set in a process for a single command, until a run has counted it
 
 
-def count_from_the_start_of_the_process() -> None:
-    """For a command: the first run counts what went before it, too."""
+def count_from_process_start() -> None:
+    """For commands: the first run also counts the time before it."""
     global _process_began
     _process_began = time.perf_counter() - _age()
 
 
 def _age() -> float:
-    """Seconds since this process began; 0 where the system does not say."""
+    """Seconds since this process began; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # seconds after the machine's start
+        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
         return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - began)
     return 0.0
 
 
 class Watch:
-    """Seconds of one process's work on a run, by phase."""
+    """Counts the seconds that a process works on a run, by phase."""
 
     def __init__(self) -> None:
         global _process_began
@@ -62,7 +62,7 @@ class Watch:
         return time.perf_counter() - self.began
 
 
-def with_the_rest(seconds: dict[str, float], total: float) -> dict[str, float]:
-    """The same, with `other` such that all add up to the total."""
+def with_other(seconds: dict[str, float], total: float) -> dict[str, float]:
+    """The same seconds, with `other` set so that they add up to the total."""
     known = {name: value for name, value in seconds.items() if name != "other"}
     return {**known, "other": max(0.0, total - sum(known.values()))}

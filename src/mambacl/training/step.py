@@ -1,13 +1,13 @@
 """One training step: loss, gradients, optimizer.
 
-On a GPU a step is a few hundred small kernels that take less time than Python takes to start them. The first steps of a
-task run as they are; then one is recorded as a CUDA graph, which from then on is replayed: the same kernels, the same
-numbers, started all at once. A batch of another size is not replayed.
+On a GPU, a step consists of a few hundred small kernels, and Python takes longer to launch them than the GPU takes to
+run them. So the first steps of a task run normally, then one is recorded as a CUDA graph, and later steps replay it:
+the same kernels and results with a single launch. Batches of another size run normally.
 """
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +15,13 @@ from torch import Tensor
 
 from mambacl.log import logger
 
-WARM_UP = 2  # steps of a task before one is recorded: kernels are compiled, the optimizer has its state
-SHARE = 0.3  # of the GPU's memory: a graph keeps what its step needs, beside what other steps need
+WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
+SHARE = 0.3  # of the GPU's memory: a graph holds the memory of its step, in addition to that of other steps
+
+
+def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[Any]:
+    """The forward pass of a run: under autocast with bf16, else unchanged."""
+    return torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
 
 
 class Loss(Protocol):
@@ -24,9 +29,9 @@ class Loss(Protocol):
 
 
 class Recorder:
-    """Records CUDA graphs that take turns in the same memory, which stays reserved from one task to the next.
+    """Records CUDA graphs that share the same memory, which stays reserved across tasks.
 
-    All on one stream: what was allocated on one is not given to another.
+    All are recorded on one stream, because streams do not share freed memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,8 +40,8 @@ class Recorder:
         self._stream: torch.cuda.Stream | None = None
 
     def record(self, work: Callable[[], object], needed: int) -> torch.cuda.CUDAGraph:
-        """`needed`: bytes of memory, about. What `torch.cuda.graph` does, but memory is given back to the GPU only
-        where it is short of it: to ask for it again takes longer than to record."""
+        """`needed`: approximate bytes of memory. Does what `torch.cuda.graph` does, but empties PyTorch's cache only if
+        the GPU is short of memory: allocating it again takes longer than recording."""
         if torch.cuda.mem_get_info(self.device)[0] < 2 * needed:
             torch.cuda.empty_cache()
         if self._first is None:  # it holds the memory
@@ -52,7 +57,7 @@ class Recorder:
         here, stream = torch.cuda.current_stream(self.device), self._stream
         collecting = gc.isenabled()
         torch.cuda.synchronize(self.device)
-        gc.disable()  # what is thrown away meanwhile might be something of CUDA's
+        gc.disable()  # freeing a CUDA object would break the capture
         stream.wait_stream(here)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
@@ -68,36 +73,36 @@ class Recorder:
 
 
 class TrainingStep:
-    """Steps of one optimizer. Sums of the loss and of the right answers stay on the device until they are asked for."""
+    """Takes the steps of one optimizer. Keeps the sums of losses and correct answers on the device until asked."""
 
     def __init__(
         self,
         method: Loss,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        autocast: AbstractContextManager[Any],
+        bf16: bool,
         graphs: bool,
         recorder: Recorder | None = None,
     ) -> None:
-        """`graphs`: whether to record steps, where that is possible."""
+        """`graphs`: whether to record steps if possible."""
         self.recorder = recorder or Recorder(device)
-        self.method, self.optimizer, self.device, self.autocast = method, optimizer, device, autocast
+        self.method, self.optimizer, self.device, self.bf16 = method, optimizer, device, bf16
         self.loss_sum = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.images_seen = 0
         self.graphs = graphs and device.type == "cuda" and rates_are_tensors(optimizer)
         self.factor: float | None = None
         self._taken = 0
-        self._shapes: set[torch.Size] = set()  # of batches so far
+        self._shapes: set[torch.Size] = set()  # of the batches so far
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
     def __call__(self, images: Tensor, labels: Tensor, factor: float) -> None:
-        """`factor`: of the learning rates."""
+        """Takes a step, with the learning rates multiplied by `factor`."""
         self._set_rates(factor)
         images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         self.images_seen += len(images)
         if self._recorded is None and self.graphs and self._taken >= WARM_UP and images.shape in self._shapes:
-            self._record(images, labels)  # not of an epoch's last batch, smaller than all others
+            self._record(images, labels)  # never the last, smaller batch of an epoch
         if self._recorded is not None and self._recorded[1].shape == images.shape:
             graph, own_images, own_labels = self._recorded
             own_images.copy_(images)
@@ -109,7 +114,7 @@ class TrainingStep:
         self._shapes.add(images.shape)
 
     def take_sums(self) -> tuple[float, int, int]:
-        """Sums of the loss over images and of the right ones, and the number of images, since the last time."""
+        """The sum of the images' losses, the number of correct images and the number of images since the last call."""
         sums = float(self.loss_sum), int(self.right), self.images_seen
         self.loss_sum.zero_()
         self.right.zero_()
@@ -117,7 +122,7 @@ class TrainingStep:
         return sums
 
     def _run(self, images: Tensor, labels: Tensor) -> None:
-        with self.autocast:
+        with autocast(self.device, self.bf16):
             loss, correct = self.method.loss(images, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -137,8 +142,8 @@ class TrainingStep:
                 group["lr"] = rate
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Records a step, without taking it; where that cannot be done, steps go on as they are."""
-        self.graphs = False  # one attempt
+        """Records a step without taking it. If that fails, all steps run normally."""
+        self.graphs = False  # try only once
         needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         if needed > SHARE * torch.cuda.get_device_properties(self.device).total_memory:
             return
@@ -147,11 +152,11 @@ class TrainingStep:
             graph = self.recorder.record(lambda: self._run(own_images, own_labels), needed)
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
-            logger.info("Steps are not recorded as a CUDA graph (%s).", str(error).splitlines()[0])
+            logger.info("Steps cannot be recorded as a CUDA graph (%s).", str(error).splitlines()[0])
             return
         self._recorded = graph, own_images, own_labels
 
 
 def rates_are_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a recorded step follows later learning rates."""
+    """Whether a recorded step can follow later changes of the learning rates."""
     return all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""One file per data set: it adds itself to `DATASETS`, and to `SOURCES` what it holds and where it comes from."""
+"""One file per data set. It registers itself in `DATASETS`, and its contents and origin in `SOURCES`."""
 
 import pkgutil
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from mambacl.registry import Registry
 
 @dataclass(frozen=True)
 class Download:
-    """A public file: an address and a checksum. The package carries neither images nor split lists."""
+    """A public file: URL and checksum. The package contains neither images nor split lists."""
 
     url: str
     checksum: str
     """'sha256:...'"""
     unpack: bool = True
-    """an archive; else a file that is used directly"""
+    """whether it is an archive to unpack"""
     folder: str = ""
-    """where in the root the file, or the contents of the archive, go"""
+    """folder inside the root for the file or the contents of the archive"""
     content: str = ""
-    """for a .gz file that is used directly: the checksum of its content, which may be compressed differently or not at
-    all"""
+    """for a .gz file that is not unpacked: the checksum of its content, which a user's copy can hold compressed
+    differently or not at all"""
 
     @property
     def name(self) -> str:
@@ -37,12 +37,12 @@ class Download:
 class Source:
     summary: str
     layout: str
-    """which files the root holds"""
+    """the files in the root"""
     counts: tuple[int, int, int] | None = None
-    """classes, training images, test images, where they are fixed"""
+    """classes, training images and test images, if fixed"""
     downloads: tuple[Download, ...] = ()
     lists: tuple[Download, ...] = ()
-    """which images are for training and which for testing, where that is a file by itself"""
+    """files that split the images into training and test images, if the data set has such files"""
 
 
 DATASETS: Registry[Callable[[Path | None], DataSet]] = Registry("data set", "mambacl.datasets")
@@ -67,7 +67,7 @@ def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False) -> 
         dataset = dataset.without_bad()
         if dataset.skipped:
             count = len(dataset.skipped)
-            logger.warning("%d images of %s are left out: they cannot be read.", count, name)
+            logger.warning("Skipped %d images of %s that cannot be read.", count, name)
     dataset.refuse_empty(name)
     return dataset
 

@@ -1,7 +1,7 @@
 """CIFAR-100 from the official Python files: train, test and meta, in the folder cifar-100-python.
 
-They are pickles. Their MD5 is checked first, and they are read by an unpickler that knows NumPy arrays, lists, bytes
-and strings and refuses every other name.
+They are pickles. Their MD5 is checked first. Then an unpickler reads them that accepts NumPy arrays, lists, bytes and
+strings and refuses everything else.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ MD5 = {
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How a protocol-2 pickle of Python 3 spells bytes."""
+    """Decodes bytes as a protocol-2 pickle of Python 3 stores them."""
     return text.encode("latin1")
 
 
 def _empty_array(kind: type, shape: tuple[int, ...], code: bytes) -> np.ndarray:
-    """An array to be filled by the pickle's next instruction."""
+    """An array that the pickle's next instruction fills."""
     return np.ndarray.__new__(np.ndarray, shape, np.int8)
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Admits what an array of NumPy is made of, and nothing else."""
+    """Accepts the parts of a NumPy array and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
@@ -45,7 +45,7 @@ class ArraysOnly(pickle.Unpickler):
             return getattr(np, name)
         if (module, name) == ("_codecs", "encode"):
             return _latin1
-        raise UserError(f"The file names {module}.{name}, which is neither an array, a list nor a string: not read.")
+        raise UserError(f"The file contains {module}.{name}, which is no array, list or string: download it again.")
 
 
 def read_arrays(data: bytes) -> Any:
@@ -62,8 +62,8 @@ def read_official(folder: Path, name: str, check: Callable[[bytes, str], bool]) 
     path = folder / name
     if not path.is_file():
         raise UserError(
-            f"There is no {name} of CIFAR-100 in {folder}: stream.root is to be the folder in which the official "
-            "cifar-100-python.tar.gz was unpacked."
+            f"{folder} has no CIFAR-100 file '{name}': set stream.root to the folder where you unpacked the official "
+            "cifar-100-python.tar.gz."
         )
     data = path.read_bytes()
     if not check(data, name):

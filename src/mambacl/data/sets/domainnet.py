@@ -1,4 +1,4 @@
-"""DomainNet: all its 345 classes in six domains, and the 200 classes, each from one domain, of the continual-learning
+"""DomainNet: all 345 classes in six domains, and the 200 classes, each from one domain, of the continual-learning
 benchmarks."""
 
 from pathlib import Path

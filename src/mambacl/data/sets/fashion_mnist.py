@@ -1,5 +1,5 @@
-"""Fashion-MNIST: the official IDX files, and the part of it that is in the package (250 training and 100 test images
-of each class)."""
+"""Fashion-MNIST: the official IDX files, and the part that comes with the package (250 training and 100 test images per
+class)."""
 
 import gzip
 import zlib
@@ -33,16 +33,16 @@ def fashion_mnist(root: Path | None) -> DataSet:
     for part in ("train", "t10k"):
         pixels, labels = read_idx(root, f"{part}-images-idx3-ubyte"), read_idx(root, f"{part}-labels-idx1-ubyte")
         if len(pixels) != len(labels) or pixels.ndim != 3 or (len(labels) and labels.max() >= len(CLASS_NAMES)):
-            raise UserError(f"The images and labels of '{part}' in {root} do not belong together: download them again.")
+            raise UserError(f"The images and labels of '{part}' in {root} do not match: download them again.")
         splits.append(ArrayImages(pixels, labels.astype(np.int64)))
     return DataSet("fashion-mnist", CLASS_NAMES, splits[0], splits[1])
 
 
 def read_idx(root: Path, name: str) -> NDArray[np.uint8]:
-    """An array of bytes: magic number with the count of axes, their lengths, the values."""
+    """Reads an array of bytes: a magic number with the number of axes, the lengths of the axes, the values."""
     path = root / f"{name}.gz" if (root / f"{name}.gz").is_file() else root / name
     if not path.is_file():
-        raise UserError(f"There is no {path}.gz: run `mambacl data prepare fashion-mnist --root {root}`.")
+        raise UserError(f"{path}.gz does not exist: run `mambacl data prepare fashion-mnist --root {root}`.")
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error):
@@ -51,8 +51,8 @@ def read_idx(root: Path, name: str) -> NDArray[np.uint8]:
     start = 4 + 4 * axes
     shape = np.frombuffer(data[4:start], ">u4").astype(int) if axes and len(data) >= start else np.array([-1])
     if len(data) - start != shape.prod():
-        raise UserError(f"{path} is damaged or no IDX file of bytes: download it again.")
-    return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()  # so that it can be written
+        raise UserError(f"{path} is damaged or not an IDX file of bytes: download it again.")
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()  # a copy is writable
 
 
 def _file(name: str, checksum: str, content: str) -> Download:
@@ -61,7 +61,7 @@ def _file(name: str, checksum: str, content: str) -> Download:
 
 
 DATASETS.add("fashion-mnist-small", fashion_mnist_small)
-SOURCES["fashion-mnist-small"] = Source("part of Fashion-MNIST, in the package", "nothing", (10, 2500, 1000))
+SOURCES["fashion-mnist-small"] = Source("part of Fashion-MNIST, included in the package", "nothing", (10, 2500, 1000))
 DATASETS.add("fashion-mnist", fashion_mnist)
 SOURCES["fashion-mnist"] = Source(
     "Fashion-MNIST, 28 x 28 pixels, grey",

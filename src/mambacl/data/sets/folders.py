@@ -1,5 +1,5 @@
-"""Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*, or, where there are several domains,
-ROOT/train/DOMAIN/CLASS/* and ROOT/test/DOMAIN/CLASS/*. Both are numbered by their sorted names."""
+"""Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*, or, with several domains, ROOT/train/DOMAIN/CLASS/* and
+ROOT/test/DOMAIN/CLASS/*. Classes and domains are numbered by their sorted names."""
 
 import os
 from pathlib import Path
@@ -20,11 +20,11 @@ def image_folders(root: Path | None) -> DataSet:
     if differing := sorted(set(names["train"]) ^ set(names["test"])):
         missing = "train" if differing[0] in names["test"] else "test"
         raise UserError(
-            f"{root} has the class '{differing[0]}' in only one of train and test: make {root / missing / differing[0]}"
-            ", or remove the other."
+            f"{root} has the class '{differing[0]}' in only one of train and test: add "
+            f"{root / missing / differing[0]}, or remove the other."
         )
     if not names["train"]:
-        raise UserError(f"{root / 'train'} holds no class folders; the root holds {SOURCES['folders'].layout}.")
+        raise UserError(f"{root / 'train'} has no class folders; the root must hold {SOURCES['folders'].layout}.")
     return DataSet(
         root.resolve().name,
         names["train"],
@@ -37,7 +37,7 @@ def _root_with_splits(root: Path | None, name: str) -> Path:
     root = required_root(root, name)
     for split in ("train", "test"):
         if not (root / split).is_dir():
-            raise UserError(f"There is no folder {root / split}; the root holds {SOURCES[name].layout}.")
+            raise UserError(f"The folder {root / split} does not exist; the root must hold {SOURCES[name].layout}.")
     return root
 
 
@@ -56,8 +56,8 @@ def class_folders(folder: Path, class_names: list[str]) -> FileImages:
 
 
 def images_under(folder: Path) -> list[Path]:
-    """All image files, sorted; links are followed, each folder once, and a link to nothing counts as a file, to be
-    named when it is read. One look at each folder, none at the files."""
+    """All image files, sorted. Follows links, but visits each folder once. A dangling link counts as a file; reading it
+    reports the error. Lists each folder once and opens no file."""
     found: list[Path] = []
     visited: set[tuple[int, int]] = set()
     waiting = [str(folder)]
@@ -87,7 +87,7 @@ def domain_folders(root: Path | None) -> DataSet:
     }
     names = sorted({name for found in folders.values() for _, name in found})
     if not names:
-        raise UserError(f"{root} holds no class folders; it must hold {SOURCES['domain-folders'].layout}.")
+        raise UserError(f"{root} has no class folders; it must hold {SOURCES['domain-folders'].layout}.")
     number = {name: position for position, name in enumerate(names)}
     splits: dict[str, FileImages] = {}
     of_image: dict[str, list[str]] = {}

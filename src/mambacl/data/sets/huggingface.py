@@ -1,5 +1,5 @@
-"""Data sets of Hugging Face's `datasets`: an object at hand, or a folder that `save_to_disk` wrote. The library is
-imported only for the latter."""
+"""Data sets from Hugging Face's `datasets`: a loaded object, or a folder that `save_to_disk` wrote. Only the folder
+needs the library."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from mambacl.errors import UserError
 
 
 class RowImages(DecodedImages):
-    """One split: rows with an image and a label. The digest is the library's own fingerprint of the rows, where there
-    is one, with the labels."""
+    """One split: rows with an image and a label. The digest covers the labels and the library's fingerprint of the
+    rows, if it has one."""
 
     def __init__(
         self, rows: Any, image: str, labels: NDArray[np.int64], numbers: NDArray[np.int64], checked: bool = False
@@ -29,11 +29,11 @@ class RowImages(DecodedImages):
         try:
             return rgb(self.rows[int(self.numbers[index])][self.column])
         except (*DAMAGE, AttributeError) as error:
-            return f"holds no readable image ({reason(error)})"
+            return f"has no readable image ({reason(error)})"
 
     def refusal(self, index: int, trouble: str) -> UserError:
         name = self.name(index).capitalize()
-        return UserError(f"{name} {trouble}: remove it with `select`, or leave it out (--skip-bad).")
+        return UserError(f"{name} {trouble}: remove it with `select`, or skip bad images (--skip-bad).")
 
     def name(self, index: int) -> str:
         return f"row {self.numbers[index]}"
@@ -57,22 +57,22 @@ def from_huggingface(
     test: str = "test",
     domain: str = "domain",
 ) -> DataSet:
-    """A `DatasetDict`, or any mapping of split names to rows, as a data set. Where there is a column `domain`, it says
-    which domain each image is of."""
+    """Turns a `DatasetDict`, or any mapping from split names to rows, into a data set. If the column `domain` exists,
+    it holds the domain of each image."""
     if not isinstance(splits, Mapping):
         raise UserError(
-            f"A data set of Hugging Face must have the splits '{train}' and '{test}', but this is one split: divide it "
-            "with `train_test_split`."
+            f"A Hugging Face data set must have the splits '{train}' and '{test}', but this is a single split: divide "
+            "it with `train_test_split`."
         )
     for split in (train, test):
         if split not in splits:
-            raise UserError(f"There is no split '{split}'; there are {', '.join(map(str, splits))}.")
+            raise UserError(f"There is no split '{split}'. Known: {', '.join(map(str, splits))}.")
         if not hasattr(splits[split], "__len__"):
-            raise UserError(f"The split '{split}' is a stream, whose rows have no numbers: load it without streaming.")
+            raise UserError(f"The split '{split}' is a stream without row numbers: load it without streaming.")
         for column in (image, label):
             if column not in splits[split].features:
                 known = ", ".join(splits[split].features)
-                raise UserError(f"The split '{split}' has no column '{column}'; there are {known}.")
+                raise UserError(f"The split '{split}' has no column '{column}'. Known: {known}.")
     feature = splits[train].features[label]
     values = {split: list(splits[split][label]) for split in (train, test)}
     names = getattr(feature, "names", None)
@@ -84,7 +84,9 @@ def from_huggingface(
 
     def rows(split: str) -> RowImages:
         if unknown := [value for value in values[split] if value not in number]:
-            raise UserError(f"The split '{split}' has the label {unknown[0]!r}, which is no class: remove such rows.")
+            raise UserError(
+                f"The split '{split}' has the label {unknown[0]!r}, which is not a class: remove such rows."
+            )
         labels = np.array([number[value] for value in values[split]], dtype=np.int64)
         return RowImages(splits[split], image, labels, np.arange(len(labels)))
 
@@ -93,7 +95,7 @@ def from_huggingface(
 
 
 def _domains(train: Any, test: Any, column: str) -> Domains | None:
-    """None where there is no such column, or a gap in it."""
+    """None if the column does not exist or has gaps."""
     if column not in train.features or column not in test.features:
         return None
     words, values = getattr(train.features[column], "names", None), [list(train[column]), list(test[column])]
@@ -112,9 +114,9 @@ def saved(root: Path | None) -> DataSet:
     try:
         splits = library.load_from_disk(str(root))
     except (OSError, ValueError) as error:
-        raise UserError(f"{root} is nothing that `save_to_disk` wrote ({error}).") from None
+        raise UserError(f"{root} was not written by `save_to_disk` ({error}): save the data set again.") from None
     return from_huggingface(splits, root.resolve().name)
 
 
 DATASETS.add("huggingface", saved)
-SOURCES["huggingface"] = Source("a data set of Hugging Face that `save_to_disk` wrote", "what it wrote")
+SOURCES["huggingface"] = Source("a Hugging Face data set that `save_to_disk` wrote", "its files")

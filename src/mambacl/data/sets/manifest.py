@@ -1,8 +1,8 @@
-"""Users' own images listed in a CSV or Parquet file: path, label, split (train or test) and, if there is one, task.
+"""Users' own images in a CSV or Parquet file with the columns path, label, split (train or test) and, optionally, task.
 
-`stream.root` is the file. Paths are relative to its folder. Labels are class names; where all are numbers they are
-sorted as such. A task is a name or a number, too: where each class belongs to one, `stream.own_tasks` takes them; where
-classes come again in several, tasks are domains.
+`stream.root` is the file. Paths are relative to its folder. Labels are class names; if all are numbers, they are sorted
+as numbers. Tasks are names or numbers, too. If each class belongs to one task, `stream.own_tasks` uses them. If classes
+appear in several tasks, the tasks are domains.
 """
 
 import csv
@@ -27,7 +27,7 @@ def manifest(root: Path | None) -> DataSet:
     if root is None or root.is_dir():
         raise UserError("The data set 'manifest' needs stream.root: a CSV or Parquet file with path, label and split.")
     if not root.is_file():
-        raise UserError(f"There is no file {root}: stream.root is the manifest itself.")
+        raise UserError(f"The file {root} does not exist: set stream.root to the manifest itself.")
     rows = _parquet(root) if root.suffix.lower() in (".parquet", ".pq") else _csv(root)
     return from_rows(root, rows)
 
@@ -57,8 +57,8 @@ def from_rows(file: Path, rows: Iterable[tuple[int, dict[str, str]]]) -> DataSet
 def _tasks(
     file: Path, names: list[str], train: list[Row], test: list[Row]
 ) -> tuple[list[list[int]] | None, Domains | None]:
-    """The classes of each task, where no class is in two, and the task of each image. An image without a task has that
-    of its class."""
+    """The classes of each task, if no class is in two tasks, and the task of each image. An image without a task gets
+    the task of its class."""
     tasks: dict[str, set[str]] = {name: set() for name in names}
     for _, _, label, task in (*train, *test):
         tasks[label] |= {task} if task else set()
@@ -68,7 +68,9 @@ def _tasks(
         raise UserError(f"{file}: the class '{without[0]}' has no task; give one to each class, or to none.")
     for line, _, label, task in (*train, *test):
         if not task and len(tasks[label]) > 1:
-            raise UserError(f"{file}, line {line}: the class '{label}' is in several tasks; name that of this image.")
+            raise UserError(
+                f"{file}, line {line}: the class '{label}' is in several tasks; name the task of this image."
+            )
     found = in_order(set().union(*tasks.values()))
     of_train, of_test = ([task or min(tasks[label]) for _, _, label, task in part] for part in (train, test))
     own = [[number for number, name in enumerate(names) if task in tasks[name]] for task in found]
@@ -76,7 +78,7 @@ def _tasks(
 
 
 def in_order(words: set[str]) -> list[str]:
-    """As numbers where all are numbers, else as words."""
+    """Sorted as numbers if all are numbers, else as words."""
     try:
         values = {word: float(word) for word in words}
     except ValueError:
@@ -93,7 +95,7 @@ def _csv(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
             for row in reader:
                 yield reader.line_num, {key: value or "" for key, value in row.items() if isinstance(key, str)}
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file} is no CSV file in UTF-8 ({error}): save it as one.") from None
+        raise UserError(f"{file} is not a CSV file in UTF-8 ({error}): save it as one.") from None
 
 
 def _parquet(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
@@ -111,7 +113,7 @@ def _parquet(file: Path) -> Iterable[tuple[int, dict[str, str]]]:
 
 
 def _word(value: Any) -> str:
-    """Whole numbers as such: a column with gaps makes floats of them."""
+    """The value as text. Parquet turns integers into floats in a column with gaps; this turns them back."""
     if value is None or (isinstance(value, float) and isnan(value)):
         return ""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -119,11 +121,11 @@ def _word(value: Any) -> str:
 
 def _require(file: Path, columns: Iterable[str]) -> None:
     if missing := [name for name in COLUMNS if name not in columns]:
-        raise UserError(f"{file} has no column '{missing[0]}'; its columns are path, label, split (and task).")
+        raise UserError(f"{file} has no column '{missing[0]}'; it needs path, label and split, and can have task.")
 
 
 DATASETS.add("manifest", manifest)
 SOURCES["manifest"] = Source(
     "your own images, listed in a CSV or Parquet file, which is the root",
-    "a file with the columns path, label, split and, if you like, task",
+    "a file with the columns path, label, split and, optionally, task",
 )

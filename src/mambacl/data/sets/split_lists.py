@@ -1,4 +1,4 @@
-"""Data sets in folders of images that public lists split into training and test images. The package carries no list."""
+"""Data sets whose images are split into training and test images by public lists. The package contains no lists."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from mambacl.errors import UserError
 from mambacl.files import has_checksum
 
 MAMBA_CL = "https://raw.githubusercontent.com/zugexiaodui/mamba-cl/0ebac10c600ca7179174e2fa9bf2036218d48dba/tools"
-Entry = tuple[str, int | None]  # a path below the images' folder, and its label where the list says it
+Entry = tuple[str, int | None]  # a path below the images' folder, and its label if the list has labels
 
 
 def split_list(url: str, sha256: str) -> Download:
@@ -20,7 +20,7 @@ def split_list(url: str, sha256: str) -> Download:
 
 
 def from_public_lists(name: str, root: Path | None, *folders: str) -> DataSet:
-    """The images lie in the first of `folders` that exists in the root, else in the root itself."""
+    """The images are in the first of `folders` that exists in the root, else in the root itself."""
     root = required_root(root, name)
     train: list[Entry] = []
     test: list[Entry] = []
@@ -32,12 +32,12 @@ def from_public_lists(name: str, root: Path | None, *folders: str) -> DataSet:
 
 
 def read_list(root: Path, download: Download, name: str) -> list[Entry]:
-    """A public list from ROOT/lists or ROOT, its checksum verified."""
+    """Reads a public list from ROOT/lists or ROOT and verifies its checksum."""
     found = [path for path in (root / "lists" / download.name, root / download.name) if path.is_file()]
     if not found:
         raise UserError(
-            f"There is no {root / 'lists' / download.name}: run `mambacl data prepare {name} --root {root}`"
-            " (with --lists DIR where you have the lists)."
+            f"{root / 'lists' / download.name} does not exist: run `mambacl data prepare {name} --root {root}`"
+            " (with --lists DIR if you have the lists)."
         )
     if not has_checksum(found[0], download.checksum):
         kind, _, expected = download.checksum.partition(":")
@@ -48,7 +48,7 @@ def read_list(root: Path, download: Download, name: str) -> list[Entry]:
 
 
 def parse_list(text: str) -> list[Entry]:
-    """Lines 'path' or 'path label'; names may hold spaces."""
+    """Parses lines 'path' or 'path label'; paths can contain spaces."""
     entries: list[Entry] = []
     for line in text.splitlines():
         path, _, last = line.strip().rpartition(" ")
@@ -60,8 +60,8 @@ def parse_list(text: str) -> list[Entry]:
 
 
 def from_lists(name: str, images: Path, train: Sequence[Entry], test: Sequence[Entry]) -> DataSet:
-    """Labels come from the lists, or from the sorted names of the folders; a domain is the folder above, where there is
-    one. Images are sorted by class and name."""
+    """Labels come from the lists, or from the sorted names of the folders. The domain is the folder above, if any.
+    Images are sorted by class and name."""
     entries = [*train, *test]
     names: dict[int, str] = {}
     if all(label is None for _, label in entries):
@@ -73,7 +73,7 @@ def from_lists(name: str, images: Path, train: Sequence[Entry], test: Sequence[E
         for path, label in entries:
             names.setdefault(-1 if label is None else label, _class(path))
     if sorted(names) != list(range(len(names))):
-        raise UserError(f"The lists of {name} do not number their classes from 0 on without gaps: fetch them again.")
+        raise UserError(f"The lists of {name} do not number their classes from 0 without gaps: download them again.")
 
     def split(part: Sequence[Entry]) -> list[tuple[int, str]]:
         return sorted((numbers[_class(path)] if label is None else label, path) for path, label in part)
@@ -88,7 +88,7 @@ def from_lists(name: str, images: Path, train: Sequence[Entry], test: Sequence[E
 
 
 def _domains(train: Sequence[str], test: Sequence[str]) -> Domains | None:
-    """From paths DOMAIN/CLASS/FILE."""
+    """The domains in paths DOMAIN/CLASS/FILE; None if a path has no domain."""
     if any(path.count("/") < 2 for path in (*train, *test)):
         return None
     return Domains.of([_domain(path) for path in train], [_domain(path) for path in test])

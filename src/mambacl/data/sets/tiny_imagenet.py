@@ -1,5 +1,5 @@
-"""Tiny-ImageNet: the official files, and a copy at 32 pixels packed in sheets. Classes are the sorted WordNet numbers;
-the test images are the official validation images, because those of the official test set have no public labels."""
+"""Tiny-ImageNet: the official files, and a copy at 32 pixels packed in sheets. Classes are the sorted WordNet numbers.
+The test images are the official validation images, because the official test images have no public labels."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mambacl.data.sets.folders import class_folders, subfolders
 from mambacl.errors import UserError
 
 ROWS, COLUMNS, PIXELS = 20, 25, 32
-SHEET_CLASSES = 10  # in a validation sheet, fifty images each
+SHEET_CLASSES = 10  # classes per validation sheet, with fifty images each
 
 
 def tiny_imagenet(root: Path | None) -> DataSet:
@@ -50,8 +50,8 @@ def tiny_imagenet_32(root: Path | None) -> DataSet:
     names = [path.stem.removeprefix("train-") for path in train]
     if not train or len(test) * SHEET_CLASSES != len(train):
         raise UserError(
-            f"{root} holds {len(train)} sheets train-WNID.webp and {len(test)} sheets val-NN.webp; there must be a val "
-            f"sheet for every {SHEET_CLASSES} classes: copy the whole folder."
+            f"{root} has {len(train)} sheets train-WNID.webp and {len(test)} sheets val-NN.webp, but needs one val "
+            f"sheet for every {SHEET_CLASSES} classes: copy the complete folder."
         )
     each = ROWS * COLUMNS
     return DataSet(
@@ -67,10 +67,10 @@ def _sheets(paths: list[Path]) -> NDArray[np.uint8]:
 
 
 def _sheet(path: Path) -> NDArray[np.uint8]:
-    """Its 500 images, row by row."""
+    """The 500 images of a sheet, row by row."""
     sheet = decode(path)
     if sheet.shape != (ROWS * PIXELS, COLUMNS * PIXELS, 3):
-        raise UserError(f"{path} is no sheet of {COLUMNS} x {ROWS} images of {PIXELS} pixels: copy it again.")
+        raise UserError(f"{path} is not a sheet of {COLUMNS} x {ROWS} images of {PIXELS} pixels: copy it again.")
     return sheet.reshape(ROWS, PIXELS, COLUMNS, PIXELS, 3).swapaxes(1, 2).reshape(-1, PIXELS, PIXELS, 3)
 
 
@@ -88,7 +88,7 @@ SOURCES["tiny-imagenet"] = Source(
 )
 DATASETS.add("tiny-imagenet-32", tiny_imagenet_32)
 SOURCES["tiny-imagenet-32"] = Source(
-    "Tiny-ImageNet at 32 x 32 pixels in WebP sheets; not for comparison with published figures",
+    "Tiny-ImageNet at 32 x 32 pixels in WebP sheets; not comparable with published results",
     "train-WNID.webp and val-NN.webp, 25 x 20 images each",
     (200, 100_000, 10_000),
 )
