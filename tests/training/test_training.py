@@ -25,11 +25,10 @@ from mambacl.config import resolve
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.training import checkpoints
-from mambacl.training.execution import terminable
+from mambacl.training.api import terminable
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError, make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
-from mambacl.training.schedule import lr_factor
 
 
 def train(folder: Path, **overrides: Any) -> mambacl.Run:
@@ -345,7 +344,7 @@ def test_random_states_come_back() -> None:
 
 def test_the_paper_and_the_public_code_decay_at_different_passes() -> None:
     factors = {
-        name: [lr_factor(recipe, epoch * recipe.passes_per_epoch) for epoch in range(recipe.epochs)]
+        name: [recipe.lr_factor(epoch * recipe.passes_per_epoch) for epoch in range(recipe.epochs)]
         for name, recipe in RECIPES.items()
     }
     assert factors["paper"] == pytest.approx([1.0] * 25 + [0.1] * 15 + [0.01] * 10)
@@ -354,8 +353,8 @@ def test_the_paper_and_the_public_code_decay_at_different_passes() -> None:
 
 def test_other_schedules() -> None:
     cosine = Recipe(passes=10, schedule="cosine")
-    assert [lr_factor(cosine, p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
-    assert lr_factor(Recipe(schedule="constant"), 49) == 1.0
+    assert [cosine.lr_factor(p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert Recipe(schedule="constant").lr_factor(49) == 1.0
 
 
 def test_wrong_recipes() -> None:

@@ -17,7 +17,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,8 @@ def task_state(task: int, tensors: Mapping[str, Tensor], text: Mapping[str, str]
     return TaskState(task_file(task), tensors, text) if tensors else None
 
 
-def save(
-    folder: RunFolder, position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]
-) -> None:
-    write(folder, *contents(position, method_state, optimizer_state))
-
-
 def contents(
-    position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool = False
+    position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool
 ) -> tuple[Position, dict[str, Tensor], dict[str, str]]:
     """The contents of a checkpoint; `copied`, to be written while training continues."""
     tensors = {f"method.{name}": tensor for name, tensor in method_state.items()}
@@ -130,6 +125,35 @@ def _keep_as(path: Path, other: Path) -> None:
         os.link(path, other)
     except OSError:
         shutil.copyfile(path, other)
+
+
+class Background:
+    """Writes in a thread, because flushing to disk is slow and a GPU need not wait for it. It does one job at a time:
+    the next call waits for it, and raises its error if it failed. If `on` is false, jobs run in the calling thread."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self._pending: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def do(self, job: Callable[[], None]) -> None:
+        self.wait()
+        if not self.on:
+            job()
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, "mambacl-writer")
+        self._pending = self._thread.submit(job)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is still running."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self) -> None:
+        """Waits for the running job."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
 
 @dataclass
