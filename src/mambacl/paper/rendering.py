@@ -1,7 +1,5 @@
 """Shows the results of a design: a table, or a figure with its numbers; each as text and as a page."""
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from mambacl.paper.page import as_table, write_paper_table
 from mambacl.paper.quoted import paper_table
 from mambacl.reports.figures import COLOURS, MARKERS, QUIET, frame, legend_below, png, styled
 from mambacl.reports.groups import departures, mean_and_deviation
-from mambacl.reports.rendering import to_markdown, to_text
+from mambacl.reports.rendering import csv_text, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
 from mambacl.reports.templating import Picture
@@ -199,16 +197,13 @@ def _papers(name: str, scale: str) -> list[Point]:
 
 
 def to_csv(name: str, shown: Sequence[Point]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(HEAD)
+    rows: list[Sequence[str]] = [HEAD]
     for point in shown:
         x = point.x if isinstance(point.x, str) else f"{point.x:g}"
         std = "" if point.std is None else f"{point.std:.4f}"
-        writer.writerow(
-            [name, point.source, point.benchmark, point.series, x, point.metric, f"{point.value:.4f}", std, point.seeds]
-        )
-    return out.getvalue()
+        value = f"{point.value:.4f}"
+        rows.append([name, point.source, point.benchmark, point.series, x, point.metric, value, std, point.seeds])
+    return csv_text(rows)
 
 
 # Drawings in the style of the reports: the paper's values are hollow markers

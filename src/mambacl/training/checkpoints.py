@@ -165,9 +165,6 @@ class Checkpoint:
     random_tensors: dict[str, Tensor]
     random_text: str
 
-    def restore_random_state(self) -> None:
-        restore_random_state(self.random_tensors, self.random_text)
-
 
 def load_task_end(folder: RunFolder) -> Checkpoint | None:
     """The checkpoint at the end of the latest finished task, or None before the first."""

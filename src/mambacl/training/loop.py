@@ -227,7 +227,7 @@ class Loop:
             self._new_optimizer()
             assert self.optimizer is not None
             checkpoints.load_optimizer(self.optimizer, self.names, checkpoint.optimizer_state)
-        checkpoint.restore_random_state()
+        checkpoints.restore_random_state(checkpoint.random_tensors, checkpoint.random_text)
         self.folder.truncate_events(self.position.metrics_length)
         self.write_results("running")
 
