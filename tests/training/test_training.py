@@ -42,6 +42,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Path:
+    """A run that was stopped in its second task."""
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    return tmp_path / "run"
+
+
 # A run
 
 
@@ -143,14 +151,12 @@ def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_folder_from_before_classifiers_had_names_resumes(uninterrupted: Path, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    path = tmp_path / "run" / "config.yaml"
+def test_a_run_folder_from_before_classifiers_had_names_resumes(uninterrupted: Path, interrupted: Path) -> None:
+    path = interrupted / "config.yaml"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("classifier")]
     path.write_text("\n".join(lines) + "\n")
-    mambacl.resume(tmp_path / "run")
-    assert_same_run(uninterrupted, tmp_path / "run")
+    mambacl.resume(interrupted)
+    assert_same_run(uninterrupted, interrupted)
 
 
 def test_frozen_trains_the_heads_only(tmp_path: Path) -> None:
@@ -244,15 +250,13 @@ def results_text(folder: Path) -> str:
     return text
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    last = tmp_path / "run" / "checkpoints" / "last.safetensors"
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, interrupted: Path) -> None:
+    last = interrupted / "checkpoints" / "last.safetensors"
     data = bytearray(last.read_bytes())
     data[-3] ^= 0xFF
     last.write_bytes(data)
-    mambacl.resume(tmp_path / "run")
-    assert_same_run(uninterrupted, tmp_path / "run")
+    mambacl.resume(interrupted)
+    assert_same_run(uninterrupted, interrupted)
 
 
 def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
@@ -265,12 +269,10 @@ def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["backbone", "task-end"])
-def test_what_has_no_second_copy_is_damaged(name: str, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / f"{name}.safetensors").write_bytes(b"rubbish")
+def test_what_has_no_second_copy_is_damaged(name: str, interrupted: Path) -> None:
+    (interrupted / "checkpoints" / f"{name}.safetensors").write_bytes(b"rubbish")
     with pytest.raises(UserError, match=rf"{name}\.safetensors is damaged .*--overwrite"):
-        mambacl.evaluate(tmp_path / "run")
+        mambacl.evaluate(interrupted)
 
 
 def test_changed_data_are_noticed(tmp_path: Path) -> None:
@@ -302,22 +304,18 @@ def test_checkpoints_of_another_run_are_not_taken_up(uninterrupted: Path, tmp_pa
     assert_same_run(uninterrupted, tmp_path / "run")
 
 
-def test_a_run_in_the_middle_of_a_task_is_evaluated_as_at_the_end_of_the_one_before(tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    evaluation = mambacl.evaluate(tmp_path / "run")
+def test_a_run_in_the_middle_of_a_task_is_evaluated_as_at_the_end_of_the_one_before(interrupted: Path) -> None:
+    evaluation = mambacl.evaluate(interrupted)
     assert evaluation.counted == evaluation.recorded and len(evaluation.counted) == 1
 
 
-def test_falling_back_keeps_a_whole_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    folder = RunFolder(tmp_path / "run")
+def test_falling_back_keeps_a_whole_checkpoint(uninterrupted: Path, interrupted: Path) -> None:
+    folder = RunFolder(interrupted)
     (folder.checkpoints / "last.safetensors").write_bytes(b"damaged")
     assert checkpoints.load(folder) is not None
     (folder.checkpoints / "previous.safetensors").unlink()
-    mambacl.resume(tmp_path / "run")
-    assert_same_run(uninterrupted, tmp_path / "run")
+    mambacl.resume(interrupted)
+    assert_same_run(uninterrupted, interrupted)
 
 
 def test_relative_paths_are_kept_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

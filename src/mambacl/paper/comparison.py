@@ -82,7 +82,8 @@ class Line:
             return "from the rows above"
         if self.row is None or self.row.source == "derived":
             return "paper only"
-        return "no run given" if is_implemented(self.row) else "not in mambacl"
+        implemented = self.row.run is not None and self.row.run.get("method", "mamba-cl") in METHODS.names()
+        return "no run given" if implemented else "not in mambacl"
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,6 @@ def matches(row: Row, run: RunRecord) -> bool:
     )
 
 
-def is_implemented(row: Row) -> bool:
-    return row.run is not None and row.run.get("method", "mamba-cl") in METHODS.names()
-
-
 def projections(run: RunRecord) -> set[str] | None:
     """The kinds of parameters whose updates a run projects; None if it is not an ablation of Mamba-CL, i.e. has another
     method or does not train one of the kinds."""
@@ -204,7 +201,8 @@ def value_of(run: RunRecord, metric: str, names: MetricNames) -> float | None:
     if metric in ("accuracy", "forgetting"):
         value = run.metric(getattr(names, metric))
         return None if value is None else 100 * value
-    return cost(run, metric)
+    of = COSTS.get(metric)
+    return None if of is None or run.imported else of(run)
 
 
 def _lines(name: str, row: Row | None, runs: Sequence[RunRecord], table: PaperTable, names: MetricNames) -> list[Line]:
@@ -253,12 +251,6 @@ def _without_signs(name: str) -> str:
 
 
 # What a run costs, in the units of the paper's tables: from its results, or from its model on the meta device
-
-
-def cost(run: RunRecord, metric: str) -> float | None:
-    """A cost by name; None if the run does not have it, and for runs of other tools."""
-    of = COSTS.get(metric)
-    return None if of is None or run.imported else of(run)
 
 
 def _minutes(run: RunRecord) -> float | None:

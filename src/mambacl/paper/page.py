@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mambacl.paper.comparison import Comparison, Key, Line
 from mambacl.paper.quoted import Quoted, sources
-from mambacl.reports.groups import Value, departures
+from mambacl.reports.groups import departures
 from mambacl.reports.rendering import csv_text, to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
@@ -99,11 +99,9 @@ def write_paper_table(comparison: Comparison, target: Path) -> Path:
 
 def _notes(comparison: Comparison) -> list[str]:
     table, lines = comparison.table, comparison.lines
-    notes = []
-    if "accuracy" in table.metrics:
-        notes.append(f"accuracy, ours, is {_formula(comparison.names.accuracy)}")
-    if "forgetting" in table.metrics:
-        notes.append(f"forgetting, ours, is {_formula(comparison.names.forgetting)}")
+    names = {"accuracy": comparison.names.accuracy, "forgetting": comparison.names.forgetting}
+    used = [(word, METRICS.get(name)) for word, name in names.items() if word in table.metrics]
+    notes = [f"{word}, ours, is {metric.name}: {metric.meaning}" for word, metric in used]
     notes += [words for metric, words in COST_NOTES.items() if any(metric == key[1] for li in lines for key in li.ours)]
     notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours minus the paper's")
     notes += _source_notes(comparison)
@@ -175,19 +173,13 @@ def _source_notes(comparison: Comparison) -> list[str]:
     return notes + [f"{mark}: {words}" for mark, words in known.items() if mark in marks]
 
 
-def _formula(metric: str) -> str:
-    return f"{metric}: {METRICS.get(metric).meaning}"
-
-
 def _ours(line: Line, key: Key) -> Cell:
     value = line.ours.get(key)
+    if value is None:
+        return None
+    digits = 1 if key[1] == "minutes" and abs(value.mean) >= 10 else 2
     share = f" ({line.shares[key]:.1%})" if key in line.shares else ""
-    return None if value is None else _with_deviation(value, key[1]) + share
-
-
-def _with_deviation(value: Value, metric: str) -> str:
-    digits = 1 if metric == "minutes" and abs(value.mean) >= 10 else 2
-    return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}")
+    return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}") + share
 
 
 def _paper(value: Quoted | None) -> Cell:

@@ -60,7 +60,8 @@ def render(name: str, found: Found, target: Path, scale: str) -> tuple[str, Path
         compared = compare_with_paper(name, [record for _, record in found], notes=notes)
         return to_text(as_table(compared)), write_paper_table(compared, target)
     shown = points(name, found, scale)
-    table, stem, picture = figure_table(name, shown, found, notes), f"paper-{name}", png(draw(name, shown))
+    table, stem = figure_table(name, shown, found, notes), f"paper-{name}"
+    picture = png((_bars if name == "pretraining" else _lines)(name, shown))
     files = {f"{stem}.csv": to_csv(name, shown).encode(), f"{stem}.md": to_markdown(table).encode()}
     files |= {f"{stem}.png": picture, f"{stem}.html": figure_page(name, table, picture).encode()}  # the page last
     write_files(target, files)
@@ -207,10 +208,6 @@ def to_csv(name: str, shown: Sequence[Point]) -> str:
 
 
 # Drawings in the style of the reports: the paper's values are hollow markers
-
-
-def draw(name: str, shown: Sequence[Point]) -> Figure:
-    return _bars(name, shown) if name == "pretraining" else _lines(name, shown)
 
 
 @styled

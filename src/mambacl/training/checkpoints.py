@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
-from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder, task_file
+from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
 
 START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
 
@@ -85,11 +85,6 @@ class TaskState:
 
     def write(self, folder: RunFolder) -> None:
         write_tensors(folder.checkpoints / self.name, self.tensors, self.text)
-
-
-def task_state(task: int, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> TaskState | None:
-    """The method's state at the end of a task; None if it keeps nothing."""
-    return TaskState(task_file(task), tensors, text) if tensors else None
 
 
 def contents(

@@ -23,7 +23,7 @@ from mambacl.scenarios import Scenario, right
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
 from mambacl.training.display import Display
-from mambacl.training.folder import SCHEMA, RunFolder
+from mambacl.training.folder import SCHEMA, RunFolder, task_file
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
@@ -104,9 +104,8 @@ class Loop:
 
     def _train_task(self, task: int) -> None:
         if self.position.epoch == 0:
-            self.method.start_task(
-                Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), task_seed(self.seed, task))
-            )
+            seed = int(np.random.SeedSequence([self.seed, task]).generate_state(1)[0])
+            self.method.start_task(Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), seed))
         if task < self.method.known_tasks:
             return
         if self.optimizer is None:
@@ -181,7 +180,8 @@ class Loop:
         with self.watch.phase("evaluate"):
             row = self.evaluate(task)
         position.correct.append(row)
-        state = checkpoints.task_state(task, self.method.task_state_dict(), self.method.task_text())
+        tensors, text = self.method.task_state_dict(), self.method.task_text()
+        state = TaskState(task_file(task), tensors, text) if tensors else None
         position.task_file = None if state is None else state.name
         position.task, position.epoch = task + 1, 0
         total = self.stream.test_counts()
@@ -323,10 +323,6 @@ def without_compiler(kind: type[T]) -> type[T]:
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in guarded}
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (kind,), {**methods, "step": step, "__doc__": kind.__doc__})
-
-
-def task_seed(seed: int, task: int) -> int:
-    return int(np.random.SeedSequence([seed, task]).generate_state(1)[0])
 
 
 def peak_memory(device: torch.device) -> int:
