@@ -34,12 +34,12 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
 
-    def shown(self, cell: Cell, missing: str = MISSING, plus_minus: str = " ± ") -> str:
+    def shown(self, cell: Cell) -> str:
         if cell is None:
-            return missing
+            return MISSING
         if isinstance(cell, str):
             return cell
-        return one_decimal(cell.mean) + ("" if cell.std is None else plus_minus + one_decimal(cell.std))
+        return one_decimal(cell.mean) + ("" if cell.std is None else f" ± {one_decimal(cell.std)}")
 
     def is_best(self, row: int, column: int) -> bool:
         """Whether this value, as printed, is the best in its column; never if all are equal."""
