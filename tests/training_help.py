@@ -38,18 +38,18 @@ class interrupted_after:
     """Ctrl-C when so many checkpoints are written."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.original = count, checkpoints.save
+        self.count, self.original = count, checkpoints.write
 
     def __enter__(self) -> None:
-        def save(*arguments: Any) -> None:
+        def write(*arguments: Any) -> None:
             self.original(*arguments)
             self.count -= 1
             if self.count == 0:
                 raise KeyboardInterrupt
 
-        checkpoints.save = save  # type: ignore[assignment]
+        checkpoints.write = write  # type: ignore[assignment]
 
     def __exit__(self, kind: type | None, *_: Any) -> bool:
-        checkpoints.save = self.original
+        checkpoints.write = self.original
         assert kind is KeyboardInterrupt
         return True

@@ -10,8 +10,7 @@ from mambacl.cli import main
 from mambacl.errors import UserError
 from mambacl.paper.comparison import compare_with_paper
 from mambacl.reports import comparison_table, write_report
-from mambacl.reports.importing import import_records, read_matrices
-from mambacl.reports.matrix_files import ImportedMatrix
+from mambacl.reports.importing import ImportedMatrix, import_records, read_matrices
 from mambacl.reports.rendering import to_text
 
 ROWS = ((0.9,), (0.6, 0.8), (0.8, 0.5, 0.9))

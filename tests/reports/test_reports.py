@@ -30,8 +30,7 @@ from mambacl.reports import comparison_table, figures, load_run, write_report
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.rendering import latex_escaped, markdown_escaped, to_csv, to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
-from mambacl.reports.spectra import spectra_by_feature
-from mambacl.reports.spectra_figures import Panel
+from mambacl.reports.spectra import Panel, spectra_by_feature
 from mambacl.reports.tables import Column, Table
 from mambacl.reports.templating import render
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics

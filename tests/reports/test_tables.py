@@ -2,12 +2,11 @@
 
 import csv
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import reports_help
 
 from mambacl.cli import main
 from mambacl.errors import UserError
@@ -17,7 +16,6 @@ from mambacl.paper.comparison import Line, MetricNames, benchmark_of, compare_wi
 from mambacl.paper.page import as_table, long_csv, paper_page, write_paper_table
 from mambacl.reports.rendering import to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord, load_run
-from mambacl.training.metrics import all_metrics
 
 LARGE = "defocus_mamba_large_22k"
 SEEDS = {0: 80, 1: 82, 2: 84}  # right images of each 100 on every task; 90 when just learned
@@ -29,21 +27,17 @@ def make_run(
     results: dict[str, Any] | None = None, **config: Any,
 ) -> RunRecord:  # fmt: skip
     """Each task has 90 per cent right when it is learned and `end` after the last task."""
-    folder.mkdir(parents=True)
-    correct = [[90] * (t + 1) for t in range(tasks)]
-    correct[-1] = [end] * tasks
-    total, size = [100] * tasks, classes // tasks
+    correct = [*([90] * (t + 1) for t in range(tasks - 1)), [end] * tasks]
+    size = classes // tasks
     whole = {
-        "schema": 1, "status": status, "benchmark": "anything", "method": method, "backbone": backbone, "seed": seed,
-        "class_names": [], "class_order": list(range(classes)), "correct": correct, "total": total,
+        "benchmark": "anything", "backbone": backbone, "peak_memory_bytes": 0,
         "tasks": [list(range(size * t, size * (t + 1))) for t in range(tasks)],
-        "metrics": all_metrics(correct, total), "seconds": {"train": 3000.0, "decomposition": 600.0},
+        "seconds": {"train": 3000.0, "decomposition": 600.0},
     }  # fmt: skip
-    (folder / "results.json").write_text(json.dumps(whole | (results or {})))
-    settings = {"method": method, "seed": seed, "setting": "paper", "recipe": "paper", "pretrained": True}
+    settings = {"setting": "paper", "recipe": "paper", "pretrained": True}
     settings |= {"stream": {"dataset": dataset, "tasks": tasks, "order_seed": seed} | (stream or {})} | config
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return load_run(folder)
+    whole |= {"seed": seed, "method": method, "status": status, "config": settings} | (results or {})
+    return load_run(reports_help.make_run(folder, correct, [100] * tasks, **whole))
 
 
 def line(name: str, records: list[RunRecord], starts: str, **names: str) -> Line:

@@ -16,7 +16,7 @@ import mambacl
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
 from mambacl.training import checkpoints, loop
-from mambacl.training.background import Background
+from mambacl.training.checkpoints import Background
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import make_optimizer
 from mambacl.training.metrics import all_metrics

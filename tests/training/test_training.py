@@ -25,11 +25,10 @@ from mambacl.config import resolve
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.training import checkpoints
-from mambacl.training.execution import terminable
+from mambacl.training.api import terminable
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError, make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
-from mambacl.training.schedule import lr_factor
 
 
 def train(folder: Path, **overrides: Any) -> mambacl.Run:
@@ -41,6 +40,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     train(folder)
     return folder
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Path:
+    """A run that was stopped in its second task."""
+    with interrupted_after(6):
+        train(tmp_path / "run")
+    return tmp_path / "run"
 
 
 # A run
@@ -144,14 +151,12 @@ def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_folder_from_before_classifiers_had_names_resumes(uninterrupted: Path, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    path = tmp_path / "run" / "config.yaml"
+def test_a_run_folder_from_before_classifiers_had_names_resumes(uninterrupted: Path, interrupted: Path) -> None:
+    path = interrupted / "config.yaml"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("classifier")]
     path.write_text("\n".join(lines) + "\n")
-    mambacl.resume(tmp_path / "run")
-    assert_same_run(uninterrupted, tmp_path / "run")
+    mambacl.resume(interrupted)
+    assert_same_run(uninterrupted, interrupted)
 
 
 def test_frozen_trains_the_heads_only(tmp_path: Path) -> None:
@@ -245,15 +250,13 @@ def results_text(folder: Path) -> str:
     return text
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    last = tmp_path / "run" / "checkpoints" / "last.safetensors"
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted: Path, interrupted: Path) -> None:
+    last = interrupted / "checkpoints" / "last.safetensors"
     data = bytearray(last.read_bytes())
     data[-3] ^= 0xFF
     last.write_bytes(data)
-    mambacl.resume(tmp_path / "run")
-    assert_same_run(uninterrupted, tmp_path / "run")
+    mambacl.resume(interrupted)
+    assert_same_run(uninterrupted, interrupted)
 
 
 def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
@@ -266,12 +269,10 @@ def test_no_whole_checkpoint_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["backbone", "task-end"])
-def test_what_has_no_second_copy_is_damaged(name: str, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / f"{name}.safetensors").write_bytes(b"rubbish")
+def test_what_has_no_second_copy_is_damaged(name: str, interrupted: Path) -> None:
+    (interrupted / "checkpoints" / f"{name}.safetensors").write_bytes(b"rubbish")
     with pytest.raises(UserError, match=rf"{name}\.safetensors is damaged .*--overwrite"):
-        mambacl.evaluate(tmp_path / "run")
+        mambacl.evaluate(interrupted)
 
 
 def test_changed_data_are_noticed(tmp_path: Path) -> None:
@@ -303,22 +304,18 @@ def test_checkpoints_of_another_run_are_not_taken_up(uninterrupted: Path, tmp_pa
     assert_same_run(uninterrupted, tmp_path / "run")
 
 
-def test_a_run_in_the_middle_of_a_task_is_evaluated_as_at_the_end_of_the_one_before(tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    evaluation = mambacl.evaluate(tmp_path / "run")
+def test_a_run_in_the_middle_of_a_task_is_evaluated_as_at_the_end_of_the_one_before(interrupted: Path) -> None:
+    evaluation = mambacl.evaluate(interrupted)
     assert evaluation.counted == evaluation.recorded and len(evaluation.counted) == 1
 
 
-def test_falling_back_keeps_a_whole_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
-    with interrupted_after(6):
-        train(tmp_path / "run")
-    folder = RunFolder(tmp_path / "run")
+def test_falling_back_keeps_a_whole_checkpoint(uninterrupted: Path, interrupted: Path) -> None:
+    folder = RunFolder(interrupted)
     (folder.checkpoints / "last.safetensors").write_bytes(b"damaged")
     assert checkpoints.load(folder) is not None
     (folder.checkpoints / "previous.safetensors").unlink()
-    mambacl.resume(tmp_path / "run")
-    assert_same_run(uninterrupted, tmp_path / "run")
+    mambacl.resume(interrupted)
+    assert_same_run(uninterrupted, interrupted)
 
 
 def test_relative_paths_are_kept_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -345,7 +342,7 @@ def test_random_states_come_back() -> None:
 
 def test_the_paper_and_the_public_code_decay_at_different_passes() -> None:
     factors = {
-        name: [lr_factor(recipe, epoch * recipe.passes_per_epoch) for epoch in range(recipe.epochs)]
+        name: [recipe.lr_factor(epoch * recipe.passes_per_epoch) for epoch in range(recipe.epochs)]
         for name, recipe in RECIPES.items()
     }
     assert factors["paper"] == pytest.approx([1.0] * 25 + [0.1] * 15 + [0.01] * 10)
@@ -354,8 +351,8 @@ def test_the_paper_and_the_public_code_decay_at_different_passes() -> None:
 
 def test_other_schedules() -> None:
     cosine = Recipe(passes=10, schedule="cosine")
-    assert [lr_factor(cosine, p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
-    assert lr_factor(Recipe(schedule="constant"), 49) == 1.0
+    assert [cosine.lr_factor(p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert Recipe(schedule="constant").lr_factor(49) == 1.0
 
 
 def test_wrong_recipes() -> None:

@@ -66,7 +66,7 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     with status("loading PyTorch"):
         from mambacl.training.api import train as run_training
     # The report's code takes a second or two to import: do it while the GPU works, not when the user waits.
-    loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.run_page",))
+    loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.pages",))
     loading.daemon = True
     loading.start()
     return run_training

@@ -1,14 +1,13 @@
 """Shows a comparison with the paper: as a table in every format, as a long CSV, and as a page."""
 
-import csv
-import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mambacl.paper.comparison import Comparison, Key, Line
 from mambacl.paper.quoted import Quoted, sources
-from mambacl.reports.groups import Value, departures
-from mambacl.reports.rendering import to_latex, to_markdown
+from mambacl.reports.groups import departures
+from mambacl.reports.rendering import csv_text, to_latex, to_markdown
+from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
 from mambacl.reports.templating import render
 from mambacl.reports.writing import write_files
@@ -62,9 +61,7 @@ def as_table(comparison: Comparison) -> Table:
 
 def long_csv(comparison: Comparison) -> str:
     """One line per cell, for easy parsing."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV_HEAD)
+    rows: list[Sequence[str]] = [CSV_HEAD]
     for line in comparison.lines:
         for key in comparison.keys:
             ours, paper, difference = line.ours.get(key), line.paper(key), line.difference(key)
@@ -74,8 +71,8 @@ def long_csv(comparison: Comparison) -> str:
             cells = [f"{ours.mean:.4f}" if ours else "", _four_decimals(ours.std if ours else None)]
             cells += [f"{paper.mean:g}" if paper else "", f"{paper.std:g}" if paper and paper.std is not None else ""]
             cells += [paper.mark if paper else "", line.row.source if line.row else "", _four_decimals(difference)]
-            writer.writerow([comparison.table.name, line.name, line.venue, line.state, *key, seeds, *cells])
-    return out.getvalue()
+            rows.append([comparison.table.name, line.name, line.venue, line.state, *key, seeds, *cells])
+    return csv_text(rows)
 
 
 def paper_page(comparison: Comparison) -> str:
@@ -102,11 +99,9 @@ def write_paper_table(comparison: Comparison, target: Path) -> Path:
 
 def _notes(comparison: Comparison) -> list[str]:
     table, lines = comparison.table, comparison.lines
-    notes = []
-    if "accuracy" in table.metrics:
-        notes.append(f"accuracy, ours, is {_formula(comparison.names.accuracy)}")
-    if "forgetting" in table.metrics:
-        notes.append(f"forgetting, ours, is {_formula(comparison.names.forgetting)}")
+    names = {"accuracy": comparison.names.accuracy, "forgetting": comparison.names.forgetting}
+    used = [(word, METRICS.get(name)) for word, name in names.items() if word in table.metrics]
+    notes = [f"{word}, ours, is {metric.name}: {metric.meaning}" for word, metric in used]
     notes += [words for metric, words in COST_NOTES.items() if any(metric == key[1] for li in lines for key in li.ours)]
     notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours minus the paper's")
     notes += _source_notes(comparison)
@@ -134,41 +129,38 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _backbone_notes(comparison: Comparison) -> list[str]:
     """Which of our runs have another backbone than the paper's, or start from random weights unlike the paper's."""
-    table = comparison.table
-    used: dict[str, list[str]] = {}
-    random: list[str] = []
-    for line in comparison.lines:
-        for run in line.runs:
-            if run.imported or line.row is None:
-                continue
-            if table.backbone and run.backbone != table.backbone and line.name not in used.setdefault(run.backbone, []):
-                used[run.backbone].append(line.name)
-            if run.config.get("pretrained") is False and "pretrained" not in (line.row.run or {}):
-                random.append(run.backbone)
-    notes = []
-    for backbone, names in used.items():
-        notes.append(f"{_first_to_last(names)}: ours use {backbone}, the paper {table.backbone}")
-    if random:
-        notes.append(f"ours start from random weights: {', '.join(dict.fromkeys(random))}")
-    return notes
+    paper = comparison.table.backbone
+    others = _rows_by(comparison, lambda run: run.backbone if paper and run.backbone != paper else "")
+    notes = [f"{rows}: ours use {backbone}, the paper {paper}" for backbone, rows in others.items()]
+    random = [
+        run.backbone
+        for line in comparison.lines
+        for run in line.runs
+        if not run.imported and line.row and run.config.get("pretrained") is False
+        if "pretrained" not in (line.row.run or {})
+    ]
+    return notes + [f"ours start from random weights: {', '.join(dict.fromkeys(random))}"] * bool(random)
 
 
 def _training_notes(comparison: Comparison) -> list[str]:
     """Which rows have runs of ours that were trained differently from the paper."""
-    used: dict[str, list[str]] = {}
+    ways = _rows_by(comparison, lambda run: ", ".join(departures(run)))
+    return [f"{rows}: ours are trained differently from the paper: {way}" for way, rows in ways.items()]
+
+
+def _rows_by(comparison: Comparison, words: Callable[[RunRecord], str]) -> dict[str, str]:
+    """The paper's rows with a run of ours that has these words, unless they are empty."""
+    found: dict[str, list[str]] = {}
     for line in comparison.lines:
         for run in line.runs:
-            words = "" if run.imported or line.row is None else ", ".join(departures(run))
-            if words and line.name not in used.setdefault(words, []):
-                used[words].append(line.name)
-    return [
-        f"{_first_to_last(names)}: ours are trained differently from the paper: {words}"
-        for words, names in used.items()
-    ]
+            said = "" if run.imported or line.row is None else words(run)
+            if said and line.name not in found.setdefault(said, []):
+                found[said].append(line.name)
+    return {said: _first_to_last(names, 2) for said, names in found.items()}
 
 
-def _first_to_last(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} to {names[-1]}"
+def _first_to_last(names: Sequence[str], most: int) -> str:
+    return ", ".join(names) if len(names) <= most else f"{names[0]} to {names[-1]}"
 
 
 def _source_notes(comparison: Comparison) -> list[str]:
@@ -176,25 +168,18 @@ def _source_notes(comparison: Comparison) -> list[str]:
     known, notes = sources(), []
     for source in dict.fromkeys(row.source for row in comparison.table.rows):
         methods = list(dict.fromkeys(row.method for row in comparison.table.rows if row.source == source))
-        which = ", ".join(methods) if len(methods) <= MAX_NAMED_ROWS else f"{methods[0]} to {methods[-1]}"
-        notes.append(f"paper, from {known[source]}: {which}")
+        notes.append(f"paper, from {known[source]}: {_first_to_last(methods, MAX_NAMED_ROWS)}")
     marks = {value.mark for row in comparison.table.rows for value in row.values.values() if value and value.mark}
     return notes + [f"{mark}: {words}" for mark, words in known.items() if mark in marks]
 
 
-def _formula(metric: str) -> str:
-    return f"{metric}: {METRICS.get(metric).meaning}"
-
-
 def _ours(line: Line, key: Key) -> Cell:
     value = line.ours.get(key)
+    if value is None:
+        return None
+    digits = 1 if key[1] == "minutes" and abs(value.mean) >= 10 else 2
     share = f" ({line.shares[key]:.1%})" if key in line.shares else ""
-    return None if value is None else _with_deviation(value, key[1]) + share
-
-
-def _with_deviation(value: Value, metric: str) -> str:
-    digits = 1 if metric == "minutes" and abs(value.mean) >= 10 else 2
-    return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}")
+    return f"{value.mean:.{digits}f}" + ("" if value.std is None else f" ± {value.std:.{digits}f}") + share
 
 
 def _paper(value: Quoted | None) -> Cell:

@@ -1,9 +1,10 @@
 """Reads `tables.yaml` once, when the first table is needed."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,13 @@ class PaperTable:
     rows: tuple[Row, ...]
     backbone: str = ""
     """backbone of the paper's own rows; empty if it differs by row"""
-    keys: tuple[tuple[str, str], ...] = field(default=())
-    """benchmark and metric of each column, in the paper's order"""
     own: tuple[str, ...] = ()
     """metrics of our runs that the paper's table does not have"""
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """Benchmark and metric of each column, in the paper's order."""
+        return [(column, metric) for column in self.columns for metric in self.metrics]
 
 
 def table_names() -> list[str]:
@@ -72,16 +76,11 @@ def paper_table(name: str) -> PaperTable:
     if name not in known:
         hint = did_you_mean(name, known) or " `mambacl paper` also draws the paper's figures."
         raise UserError(f"There is no table '{name}'.{hint} Known: {', '.join(known)}.")
-    entry = known[name]
-    columns, metrics = tuple(entry["columns"]), tuple(entry["metrics"])
-    keys = tuple((column, metric) for column in columns for metric in metrics)
-    rows = []
-    for row in entry["rows"]:
-        words = {key: row[key] for key in ("venue", "cite", "complexity") if key in row}
-        values = dict(zip(keys, map(_quoted, row["values"]), strict=True))
-        rows.append(Row(row["method"], row["source"], values, run=row.get("run"), **words))
-    backbone, own = entry.get("backbone", ""), tuple(entry.get("own", ()))
-    return PaperTable(name, entry["label"], entry["title"], columns, metrics, tuple(rows), backbone, keys, own)
+    entry: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in known[name].items()}
+    table = PaperTable(name, **{**entry, "rows": ()})
+    values = [dict(zip(table.keys, map(_quoted, row["values"]), strict=True)) for row in entry["rows"]]
+    rows = [Row(**{**row, "values": own}) for row, own in zip(entry["rows"], values, strict=True)]
+    return dataclasses.replace(table, rows=tuple(rows))
 
 
 def _quoted(text: str) -> Quoted | None:

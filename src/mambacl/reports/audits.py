@@ -24,8 +24,9 @@ def drift_table(audit: Audit, task: int | None = None) -> Table:
     if task is None:
         rows = []
         for entry in audit["tasks"]:
-            found = [_column(entry["drift"], quantity) for quantity in QUANTITIES]
-            cells = [f"{np.median(values):.1e} ({values.max():.1e})" if len(values) else "–" for values in found]
+            blocks = entry["drift"].values()
+            found = [[block[quantity] for block in blocks if quantity in block] for quantity in QUANTITIES]
+            cells = [f"{np.median(values):.1e} ({np.max(values):.1e})" if values else "–" for values in found]
             rows.append((str(entry["task"] + 1), str(entry["images"]), *cells))
         caption = f"How far each task's features have drifted after task {audit['after']}: median (largest block)"
         return Table(caption, (Column("task"), Column("images"), *titles), tuple(rows), (note,))
@@ -56,10 +57,6 @@ def by_kind(parts: list[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     for part in parts:
         sums[part["kind"]] = sums.get(part["kind"], np.zeros(4)) + np.asarray(part["moved"], dtype=np.float64)
     return {kind: shares(total) for kind, total in sums.items()}
-
-
-def _column(drift: Mapping[str, Mapping[str, float]], quantity: str) -> Floats:
-    return np.array([found[quantity] for found in drift.values() if quantity in found])
 
 
 @styled

@@ -7,11 +7,10 @@ A report waits for its figures, so they are cheap to draw: margins are fixed in 
 of every text, many lines are one artist, and a figure is drawn only once.
 """
 
-import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -65,26 +64,17 @@ STYLE: Any = {  # untyped, because the keys differ between releases of matplotli
     "figure.constrained_layout.h_pad": 0.1,
 }
 
-P = ParamSpec("P")
-
 
 @contextmanager
 def _style() -> Iterator[None]:
+    """Draws with this module's style instead of the user's matplotlibrc, which it restores afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         yield
 
 
-def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Draws with this module's style instead of the user's matplotlibrc, which it restores afterwards."""
-
-    @functools.wraps(draw)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        with _style():
-            return draw(*args, **kwargs)
-
-    return wrapped
+styled = _style()  # as a decorator, it opens the context for every call
 
 
 def png(figure: Figure) -> bytes:
@@ -103,12 +93,12 @@ def png(figure: Figure) -> bytes:
 
 def frame(
     width: float, height: float, rows: int = 1, *, left: float = 0.72, right: float = 0.2, bottom: float = 0.54,
-    top: float = 0.46, columns: int = 1, hspace: float = 0.16, wspace: float = 0.25, **shared: Any,
+    top: float = 0.46, columns: int = 1, wspace: float = 0.25, **shared: Any,
 ) -> tuple[Figure, list[Any]]:  # fmt: skip
     """A figure and its axes, row by row. Sizes are in inches; the space between axes is a share of their size."""
     figure = Figure(figsize=(width, height))
     sides = {"left": left / width, "right": 1 - right / width, "bottom": bottom / height, "top": 1 - top / height}
-    figure.subplots_adjust(**sides, hspace=hspace, wspace=wspace)
+    figure.subplots_adjust(**sides, hspace=0.16, wspace=wspace)
     grid = list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())
     for axes in grid:  # labels have fixed places, too: otherwise matplotlib measures every tick label to place them
         axes.xaxis.set_label_coords(0.5, 0, axes.transAxes + ScaledTranslation(0, -0.31, figure.dpi_scale_trans))

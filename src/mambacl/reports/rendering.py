@@ -4,6 +4,7 @@ import csv
 import io
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 
 from mambacl.reports.groups import Value
 from mambacl.reports.tables import MISSING, Cell, Table
@@ -98,17 +99,16 @@ def to_csv(table: Table) -> str:
         any(isinstance(row[i], Value) and row[i].std is not None for row in table.rows)  # type: ignore[union-attr]
         for i in range(len(table.columns))
     ]
+    titles = [[column.title, f"{column.title} std"] for column in table.columns]
+    lines = [titles, *([_csv_fields(cell) for cell in row] for row in table.rows)]
+    return csv_text(
+        [word for pair, deviates in zip(line, spread, strict=True) for word in pair[: 1 + deviates]] for line in lines
+    )
+
+
+def csv_text(rows: Iterable[Sequence[str]]) -> str:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    header: list[str] = []
-    for column, deviates in zip(table.columns, spread, strict=True):
-        header += [column.title, f"{column.title} std"] if deviates else [column.title]
-    writer.writerow(header)
-    for row in table.rows:
-        fields: list[str] = []
-        for cell, deviates in zip(row, spread, strict=True):
-            fields += _csv_fields(cell) if deviates else _csv_fields(cell)[:1]
-        writer.writerow(fields)
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
 
 

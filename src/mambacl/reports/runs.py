@@ -150,8 +150,9 @@ def load_run(path: str | Path) -> RunRecord:
     """Reads a run folder. Raises a `UserError` if it is missing, damaged or no run folder."""
     folder = RunFolder.with_results(path)
     results, options = folder.results(), folder.options()
-    spectra, spectra_task, setting, parts = _read_spectra(folder)
-    configured = options.get("nullspace")
+    spectra, configured = _read_spectra(folder), options.get("nullspace")
+    if not spectra.get("setting"):
+        spectra["setting"] = configured if isinstance(configured, Mapping) else {}
     epochs = {(event["task"], event["epoch"]): event for event in folder.events("epoch", "task", "epoch")}
     return RunRecord(
         folder=folder.path,
@@ -160,27 +161,22 @@ def load_run(path: str | Path) -> RunRecord:
         config_text=folder.config_text(),
         stream=folder.stream() if folder.has_stream() else {},
         epochs=tuple(epochs[key] for key in sorted(epochs)),
-        spectra=spectra,
-        spectra_task=spectra_task,
-        parts=parts,
         audit=folder.audit(),
-        setting=setting or (configured if isinstance(configured, Mapping) else {}),
+        **spectra,
     )
 
 
-def _read_spectra(
-    folder: RunFolder,
-) -> tuple[dict[str, Spectrum], int | None, Mapping[str, Any], Mapping[str, Mapping[str, str]]]:
-    """Reads spectra and ranks of the latest null space, but not its covariances and bases, which are large."""
+def _read_spectra(folder: RunFolder) -> dict[str, Any]:
+    """Spectra and ranks of the latest null space, without its covariances and bases, which are large: the record's
+    fields `spectra`, `spectra_task`, `setting` and `parts`."""
     files = folder.task_files()
     if not files:
-        return {}, None, {}, {}
+        return {}
     path = files[max(files)]
     try:
         with safe_open(path, framework="np") as file:
             text = dict(file.metadata() or {})
-            own = set(file.keys())
-            holders = {name: name for name in own}
+            holders = {name: name for name in file.keys()}  # noqa: SIM118
             holders |= {key.removeprefix(ALIAS): name for key, name in text.items() if key.startswith(ALIAS)}
             loaded: dict[str, Floats] = {}
             spectra: dict[str, Spectrum] = {}
@@ -191,8 +187,8 @@ def _read_spectra(
                 rank, values = file.get_tensor(holders[f"{part}.rank"]), loaded[holder]
                 # For a convolution, the mean over its groups.
                 spectra[part] = Spectrum(values.reshape(-1, values.shape[-1]).mean(0), round(float(np.mean(rank))))
-        setting, parts = (json.loads(text.get(key, "{}")) for key in ("setting", "parts"))
+        stored = {key: json.loads(text.get(key, "{}")) for key in ("setting", "parts")}
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away for a report without its spectra.") from None
-    setting, parts = (value if isinstance(value, Mapping) else {} for value in (setting, parts))
-    return spectra, max(files), setting, parts
+    known = {key: value if isinstance(value, Mapping) else {} for key, value in stored.items()}
+    return {"spectra": spectra, "spectra_task": max(files), **known}

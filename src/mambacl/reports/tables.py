@@ -34,12 +34,12 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
 
-    def shown(self, cell: Cell, missing: str = MISSING, plus_minus: str = " ± ") -> str:
+    def shown(self, cell: Cell) -> str:
         if cell is None:
-            return missing
+            return MISSING
         if isinstance(cell, str):
             return cell
-        return one_decimal(cell.mean) + ("" if cell.std is None else plus_minus + one_decimal(cell.std))
+        return one_decimal(cell.mean) + ("" if cell.std is None else f" ± {one_decimal(cell.std)}")
 
     def is_best(self, row: int, column: int) -> bool:
         """Whether this value, as printed, is the best in its column; never if all are equal."""
@@ -60,7 +60,7 @@ def comparison_table(records: Sequence[RunRecord], tasks: Literal["none", "some"
     headline = common_headline(records)
     several_benchmarks = len({record.benchmark for record in records}) > 1
     several_backbones = len({record.backbone for record in records}) > 1
-    shown_tasks = _task_columns(max((group.first.tasks_done for group in groups), default=0), tasks)
+    shown_tasks = _task_columns(groups, tasks)
     rank = not several_benchmarks  # different benchmarks do not compare
 
     words = ["method", *["benchmark"] * several_benchmarks, *["backbone"] * several_backbones, "seeds"]
@@ -85,7 +85,7 @@ def progress_table(records: Sequence[RunRecord]) -> Table:
     """One row per group with the accuracy after each task (at most ten tasks)."""
     groups = group_runs(records)
     headline = common_headline(records)
-    shown_tasks = _task_columns(max((group.first.tasks_done for group in groups), default=0), "some")
+    shown_tasks = _task_columns(groups, "some")
     columns = (Column("method", text=True), *(Column(f"{task + 1}") for task in shown_tasks))
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
@@ -120,8 +120,9 @@ def one_decimal(value: float) -> str:
     return "0.0" if text == "-0.0" else text
 
 
-def _task_columns(done: int, tasks: str) -> list[int]:
+def _task_columns(groups: Sequence[Group], tasks: str) -> list[int]:
     """Indices of the tasks with a column; always includes the last."""
+    done = max((group.first.tasks_done for group in groups), default=0)
     if tasks == "none":
         return []
     if tasks == "all" or done <= MOST_TASK_COLUMNS:

@@ -30,8 +30,7 @@ def write_report(
     single = len(records) == 1 and not imported
     target = Path(out) if out is not None else unique[0] if single else comparison_folder([r.folder for r in records])
     # Late, because importing matplotlib takes most of a second.
-    from mambacl.reports.comparison_page import comparison_page
-    from mambacl.reports.run_page import run_page
+    from mambacl.reports.pages import comparison_page, run_page
 
     page = run_page(records[0]) if single else comparison_page(records)
     table = comparison_table(records)

@@ -17,7 +17,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
-from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder, task_file
+from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
 
 START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
 
@@ -86,19 +87,8 @@ class TaskState:
         write_tensors(folder.checkpoints / self.name, self.tensors, self.text)
 
 
-def task_state(task: int, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> TaskState | None:
-    """The method's state at the end of a task; None if it keeps nothing."""
-    return TaskState(task_file(task), tensors, text) if tensors else None
-
-
-def save(
-    folder: RunFolder, position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]
-) -> None:
-    write(folder, *contents(position, method_state, optimizer_state))
-
-
 def contents(
-    position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool = False
+    position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool
 ) -> tuple[Position, dict[str, Tensor], dict[str, str]]:
     """The contents of a checkpoint; `copied`, to be written while training continues."""
     tensors = {f"method.{name}": tensor for name, tensor in method_state.items()}
@@ -132,6 +122,35 @@ def _keep_as(path: Path, other: Path) -> None:
         shutil.copyfile(path, other)
 
 
+class Background:
+    """Writes in a thread, because flushing to disk is slow and a GPU need not wait for it. It does one job at a time:
+    the next call waits for it, and raises its error if it failed. If `on` is false, jobs run in the calling thread."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self._pending: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def do(self, job: Callable[[], None]) -> None:
+        self.wait()
+        if not self.on:
+            job()
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, "mambacl-writer")
+        self._pending = self._thread.submit(job)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is still running."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self) -> None:
+        """Waits for the running job."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
 @dataclass
 class Checkpoint:
     position: Position
@@ -140,9 +159,6 @@ class Checkpoint:
     optimizer_state: dict[str, Tensor]
     random_tensors: dict[str, Tensor]
     random_text: str
-
-    def restore_random_state(self) -> None:
-        restore_random_state(self.random_tensors, self.random_text)
 
 
 def load_task_end(folder: RunFolder) -> Checkpoint | None:

@@ -1,7 +1,6 @@
 """Shows a run's progress: a live bar on a terminal, plain lines elsewhere."""
 
 import sys
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -18,8 +17,8 @@ class Display:
     def __enter__(self) -> "Display":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return
+    def __exit__(self, *error: object) -> None:
+        """Ends the display."""
 
     def step(self) -> None:
         """A training batch is done."""
@@ -28,12 +27,10 @@ class Display:
         """A new phase begins."""
 
     def epoch(self, text: str) -> None:
-        """An epoch is done."""
+        """An epoch, or a task, is done."""
         logger.info("%s: %s", self.title, text)
 
-    def task(self, text: str) -> None:
-        """A task is done."""
-        logger.info("%s: %s", self.title, text)
+    task = epoch
 
 
 class LiveDisplay(Display):
@@ -57,7 +54,7 @@ class LiveDisplay(Display):
         self.progress.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
     def step(self) -> None:
@@ -66,8 +63,7 @@ class LiveDisplay(Display):
     def phase(self, text: str) -> None:
         self.progress.update(self.bar, description=text)
 
-    def epoch(self, text: str) -> None:
-        self.progress.update(self.bar, description=text)
+    epoch = phase
 
     def task(self, text: str) -> None:
         self.progress.console.print(f"{self.title}: {text}", markup=False, highlight=False)

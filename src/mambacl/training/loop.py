@@ -4,14 +4,15 @@ It works with any method.
 """
 
 import copy
+import inspect
 import math
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,19 +21,16 @@ from torch import Tensor
 from mambacl.methods import Method, Task
 from mambacl.scenarios import Scenario, right
 from mambacl.training import auditing, checkpoints
-from mambacl.training.background import Background
-from mambacl.training.checkpoints import Checkpoint, Position, TaskState
-from mambacl.training.counts import count_correct
+from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
 from mambacl.training.display import Display
-from mambacl.training.folder import SCHEMA, RunFolder
+from mambacl.training.folder import SCHEMA, RunFolder, task_file
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
-from mambacl.training.optimizers import without_compiler
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
-from mambacl.training.schedule import lr_factor
 from mambacl.training.seconds import Watch, with_other
 from mambacl.training.step import Recorder, TrainingStep, autocast
 
+T = TypeVar("T", bound=torch.optim.Optimizer)
 Batches = Iterable[tuple[Tensor, Tensor]]
 CHECKPOINT_EVERY = 1.0  # seconds between background checkpoints: copying one takes longer than a step
 LARGE = 1 << 30  # bytes; a task state above this is not copied to be written in the background
@@ -106,9 +104,8 @@ class Loop:
 
     def _train_task(self, task: int) -> None:
         if self.position.epoch == 0:
-            self.method.start_task(
-                Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), task_seed(self.seed, task))
-            )
+            seed = int(np.random.SeedSequence([self.seed, task]).generate_state(1)[0])
+            self.method.start_task(Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), seed))
         if task < self.method.known_tasks:
             return
         if self.optimizer is None:
@@ -132,7 +129,7 @@ class Loop:
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
             done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
-            self.step(images, labels, lr_factor(recipe, done))
+            self.step(images, labels, recipe.lr_factor(done))
             if step == 0 and compiling:
                 self.display.phase(place)
             self.display.step()
@@ -146,7 +143,7 @@ class Loop:
         self.watch.add("train", seconds)
         self.position.images += images_seen
         self._record("epoch", task=task, epoch=epoch, loss=loss_mean, accuracy=accuracy, images=images_seen,
-                     lr=lr_factor(recipe, epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
+                     lr=recipe.lr_factor(epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
         speed = images_seen / seconds
         self.display.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
 
@@ -183,7 +180,8 @@ class Loop:
         with self.watch.phase("evaluate"):
             row = self.evaluate(task)
         position.correct.append(row)
-        state = checkpoints.task_state(task, self.method.task_state_dict(), self.method.task_text())
+        tensors, text = self.method.task_state_dict(), self.method.task_text()
+        state = TaskState(task_file(task), tensors, text) if tensors else None
         position.task_file = None if state is None else state.name
         position.task, position.epoch = task + 1, 0
         total = self.stream.test_counts()
@@ -194,6 +192,7 @@ class Loop:
         each = " ".join(f"{right / total[j]:.1%}" for j, right in enumerate(row[:12])) + (" ..." if task > 11 else "")
         self.display.task(f"after {place}: accuracy {average:.1%}  (by task: {each})")
 
+    @torch.no_grad()
     def evaluate(self, task: int) -> list[int]:
         """The number of correct test images of each task up to this one."""
 
@@ -208,8 +207,12 @@ class Loop:
         sizes, batch = [len(classes) for classes in self.stream.tasks], self.recipe.eval_batch_size
         counts = []
         for j in range(task + 1):
-            rule = partial(right, scenario=self.scenario, sizes=sizes, task=j)
-            counts.append(count_correct(predict, self.stream.test_batches(j, batch), self.device, rule))
+            correct = torch.zeros((), dtype=torch.int64, device=self.device)
+            for images, labels in self.stream.test_batches(j, batch):
+                logits = predict(images.to(self.device, non_blocking=True))
+                labels = labels.to(self.device, non_blocking=True)
+                correct += right(logits, labels, scenario=self.scenario, sizes=sizes, task=j).sum()
+            counts.append(int(correct))
         return counts
 
     # Checkpoints and results
@@ -224,7 +227,7 @@ class Loop:
             self._new_optimizer()
             assert self.optimizer is not None
             checkpoints.load_optimizer(self.optimizer, self.names, checkpoint.optimizer_state)
-        checkpoint.restore_random_state()
+        checkpoints.restore_random_state(checkpoint.random_tensors, checkpoint.random_text)
         self.folder.truncate_events(self.position.metrics_length)
         self.write_results("running")
 
@@ -235,7 +238,7 @@ class Loop:
         with self.watch.phase("checkpoints"):
             self._write_checkpoint(task_state)
 
-    def _write_checkpoint(self, task_state: TaskState | None) -> None:
+    def _write_checkpoint(self, state: TaskState | None) -> None:
         now, within_task = time.perf_counter(), self.position.epoch > 0
         if self.background.on and within_task and (self.background.busy or now - self.saved_at < CHECKPOINT_EVERY):
             return
@@ -244,17 +247,12 @@ class Loop:
         self._count_seconds()
         mid_task = self.optimizer is not None and within_task
         optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
-        if not self.background.on:
-            if task_state is not None:
-                task_state.write(self.folder)
-            checkpoints.save(self.folder, self.position, self.method.state_dict(), optimizer_state)
-            self.write_results("running")
-            return
-        if task_state is not None and task_state.nbytes() > LARGE:
-            task_state.write(self.folder)
-            task_state = None
-        state = None if task_state is None else task_state.on_cpu()
-        kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, copied=True)
+        if state is not None and self.background.on and state.nbytes() <= LARGE:
+            state = state.on_cpu()
+        elif state is not None:
+            state.write(self.folder)
+            state = None
+        kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, self.background.on)
         results = copy.deepcopy(self.results("running"))
 
         def write() -> None:
@@ -307,19 +305,24 @@ def make_optimizer(
     recipe: Recipe, groups: list[dict[str, Any]], recorded_on: torch.device | None = None
 ) -> torch.optim.Optimizer:
     """`recorded_on`: the GPU that records the steps. Adam then keeps all its state there, including learning rates."""
-    decay = recipe.weight_decay
-    fused = recorded_on is not None
-    if recorded_on is not None and recipe.optimizer != "sgd":
+    decay, fused = recipe.weight_decay, recorded_on is not None
+    if recipe.optimizer == "sgd":
+        return without_compiler(torch.optim.SGD)(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
+    if fused:
         groups = [{**group, "lr": torch.tensor(group["lr"], device=recorded_on)} for group in groups]
-    if recipe.optimizer == "adam":
-        return without_compiler(torch.optim.Adam)(groups, weight_decay=decay, fused=fused, capturable=fused)
-    if recipe.optimizer == "adamw":
-        return without_compiler(torch.optim.AdamW)(groups, weight_decay=decay, fused=fused, capturable=fused)
-    return without_compiler(torch.optim.SGD)(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
+    kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
+    return without_compiler(kind)(groups, weight_decay=decay, fused=fused, capturable=fused)
 
 
-def task_seed(seed: int, task: int) -> int:
-    return int(np.random.SeedSequence([seed, task]).generate_state(1)[0])
+@cache
+def without_compiler(kind: type[T]) -> type[T]:
+    """The same optimizer without the wrappers that keep `torch.compile` out: they import the compiler, which takes
+    seconds and which a run never uses. PyTorch's own code does the computation. Do not use it inside `torch.compile`.
+    """
+    guarded = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in guarded}
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**methods, "step": step, "__doc__": kind.__doc__})
 
 
 def peak_memory(device: torch.device) -> int:

@@ -7,6 +7,7 @@ row.
 If only R is known, as from other tools, pass R with totals of one: that gives every metric whose `needs` is "R".
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,16 +25,13 @@ Function = Callable[[Counts, Totals], float]
 class Metric:
     """A number that describes a run, as a fraction of one; tables show it in per cent."""
 
-    name: str
-    """its name in results.json and on the command line"""
     title: str
     """its column heading"""
     formula: str
     meaning: str
     """the formula in words"""
-    used_by: str
+    used_by: str = ""
     """who defines it this way"""
-    function: Function
     better: Literal["max", "min"] | None = None
     """whether the largest or the smallest value is the best"""
     needs: Literal["R", "counts"] = "R"
@@ -41,34 +39,26 @@ class Metric:
     """table: a column of every comparison; page: only in the list of all metrics on a run's page"""
     headline: Literal["tasks", "images"] | None = None
     """show it in comparisons only if accuracies are averaged over these"""
+    function: Function = lambda correct, total: math.nan
+
+    @property
+    def name(self) -> str:
+        """Its name in results.json and on the command line."""
+        return self.function.__name__
 
     @property
     def sentence(self) -> str:
         """A note below a table."""
         return f"{self.title}: {self.meaning}"
 
-
-METRICS: Registry[Metric] = Registry("metric", "mambacl.metrics")
-
-
-def metric(
-    title: str,
-    formula: str,
-    meaning: str,
-    used_by: str = "",
-    better: Literal["max", "min"] | None = None,
-    needs: Literal["R", "counts"] = "R",
-    shown: Literal["table", "page"] = "table",
-    headline: Literal["tasks", "images"] | None = None,
-) -> Callable[[Function], Function]:
-    """Registers a function under its name."""
-
-    def register(function: Function) -> Function:
-        name = function.__name__
-        METRICS.add(name, Metric(name, title, formula, meaning, used_by, function, better, needs, shown, headline))
+    def __call__(self, function: Function) -> Function:
+        """Registers a function under its name, as the decorator `@metric(...)`."""
+        METRICS.add(function.__name__, dataclasses.replace(self, function=function))
         return function
 
-    return register
+
+METRICS: Registry[Metric] = Registry("metric", "mambacl.metrics")
+metric = Metric
 
 
 def list_metrics() -> list[Metric]:

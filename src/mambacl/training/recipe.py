@@ -4,6 +4,7 @@ A recipe is independent of the null space's setting: any recipe works with any s
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -59,6 +60,14 @@ class Recipe(Options):
     @property
     def epochs(self) -> int:
         return self.passes // self.passes_per_epoch
+
+    def lr_factor(self, done: float) -> float:
+        """The factor of the learning rates after `done` passes over the task's images."""
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done / self.passes))
+        return self.decay_rate ** sum(done >= milestone for milestone in self.decay_after)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -1,46 +1,19 @@
-"""The data for the page of a single run; `templates/run.html` has its text."""
+"""The data for the page of a single run and for the page that compares runs; the text is in `templates/`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mambacl.reports import audits, figures, spectra_figures
-from mambacl.reports.groups import Value, group_runs
+from mambacl.reports import audits, figures, spectra
+from mambacl.reports.groups import Group, Value, common_headline, group_runs
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
-from mambacl.reports.spectra import FeatureSpectra, spectra_by_feature
-from mambacl.reports.tables import comparison_table, metrics_table
+from mambacl.reports.tables import comparison_table, differences_table, metrics_table, progress_table
 from mambacl.reports.templating import Page, Picture, render
 from mambacl.training.metrics import Metric, table_metrics
 
 Data = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Cell:
-    accuracy: float
-    """in per cent"""
-    shade: float | None
-    """how dark, from 0 to 1; None if the accuracy is unknown"""
-
-
-@dataclass(frozen=True)
-class Row:
-    cells: tuple[Cell, ...]
-    mean: float
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The accuracy matrix of a run in per cent, with the shade of each cell."""
-
-    over: str
-    rows: tuple[Row, ...]
-    lost: tuple[float, ...]
-    """forgetting of each task but the last"""
-    mean_lost: float | None
 
 
 def run_page(record: RunRecord) -> Page:
@@ -64,18 +37,19 @@ def run_page(record: RunRecord) -> Page:
     return render("run.html", **data)
 
 
-def matrix(record: RunRecord) -> Matrix:
+def matrix(record: RunRecord) -> Data:
+    """The accuracy matrix of a run in per cent, with the shade of each cell: from 0 to 1, or None if unknown."""
     accuracies = 100 * record.accuracies()
     low, high = figures.shade_range(accuracies)
-    means = 100 * record.after_each_task(record.headline)
     rows = []
-    for t, mean in enumerate(means):
-        known = np.isfinite(accuracies[t, : t + 1])
+    for t, mean in enumerate(100 * record.after_each_task(record.headline)):
         shades = 0.06 + 0.54 * np.clip((accuracies[t, : t + 1] - low) / (high - low), 0, 1)
-        cells = zip(accuracies[t], shades, known, strict=False)
-        rows.append(Row(tuple(Cell(float(a), float(s) if k else None) for a, s, k in cells), float(mean)))
-    lost = tuple(100 * record.forgetting_by_task())
-    return Matrix(record.headline, tuple(rows), lost, float(np.mean(lost)) if lost else None)
+        cells = zip(accuracies[t], shades, strict=False)
+        rows.append(
+            {"cells": [{"accuracy": a, "shade": s if np.isfinite(a) else None} for a, s in cells], "mean": mean}
+        )
+    lost = list(100 * record.forgetting_by_task())  # of each task but the last
+    return {"over": record.headline, "rows": rows, "lost": lost, "mean_lost": np.mean(lost) if lost else None}
 
 
 def _headline(record: RunRecord) -> list[tuple[Metric, Value | None]]:
@@ -131,23 +105,23 @@ def _training(record: RunRecord) -> Data:
 
 
 def _null_space(record: RunRecord) -> Data:
-    entries = spectra_by_feature(record)
+    entries = spectra.spectra_by_feature(record)
     if not entries or record.spectra_task is None:
         return {}
     return {
-        "protected": Picture("protected.png", figures.png(spectra_figures.protected_directions(entries))),
+        "protected": Picture("protected.png", figures.png(spectra.protected_directions(entries))),
         "spectra": [_spectra(entry) for entry in entries],
     }
 
 
-def _spectra(entry: FeatureSpectra) -> Data:
+def _spectra(entry: spectra.FeatureSpectra) -> Data:
     return {
         "title": entry.title,
         "blocks": len(entry.spectra),
         "null_percent": float(np.mean([100 * rank / len(values) for values, rank in entry.spectra.values()])),
         "feature": entry.feature,
         "meaning": entry.meaning,
-        "picture": Picture(f"spectra-{entry.slug}.png", figures.png(spectra_figures.spectra(entry))),
+        "picture": Picture(f"spectra-{entry.slug}.png", figures.png(spectra.spectra_panels(entry))),
     }
 
 
@@ -194,3 +168,73 @@ def _step(step: Mapping[str, Any]) -> str:
     """Turns {"resize": 32, "interpolation": "bicubic"} into 'resize 32, interpolation bicubic'."""
     parts = {key: _step(value) if isinstance(value, Mapping) else value for key, value in step.items()}
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())
+
+
+# The comparison of runs
+
+
+def comparison_page(records: Sequence[RunRecord]) -> Page:
+    groups, table = group_runs(records), comparison_table(records)
+    data: Data = {
+        "runs": records,
+        "groups": groups,
+        "benchmarks": list(dict.fromkeys(record.benchmark for record in records)),
+        "backbones": list(dict.fromkeys(record.backbone for record in records)),
+        "best": _best(records, groups),
+        "results": comparison_table(records, tasks="none"),
+        "final": _compared_final(groups, common_headline(records)),
+        "curves": _compared_curves(groups, common_headline(records)),
+        "forgetting": _compared_forgetting(groups),
+        "matrices": [
+            (f"{group.label}, seed {run.seed}", matrix(run)) for group in groups for run in group.runs if run.tasks_done
+        ],
+        "differences": differences_table(list({group.label: group for group in groups}.values())),
+        "markdown": to_markdown(table),
+        "latex": to_latex(table),
+    }
+    return render("comparison.html", **data)
+
+
+def _best(records: Sequence[RunRecord], groups: Sequence[Group]) -> list[tuple[Metric, Value, str]]:
+    """The best group by each metric; empty if the runs are of different benchmarks, which do not compare."""
+    if len({record.benchmark for record in records}) > 1:
+        return []
+    best = []
+    for metric in table_metrics(common_headline(records)):
+        known = [(value, group.label) for group in groups if (value := group.metric(metric.name)) is not None]
+        if known and metric.better:
+            value, label = (min if metric.better == "min" else max)(known, key=lambda pair: pair[0].mean)
+            best.append((metric, value, label))
+    return best
+
+
+def _compared_final(groups: Sequence[Group], headline: str) -> Data:
+    if not any(group.finished for group in groups):
+        return {}
+    values = [(group.label, group.metric(f"final_accuracy_{headline}")) for group in groups]
+    return {
+        "picture": Picture("final.png", figures.png(figures.final_figures(groups))),
+        "accuracies": [(label, value.mean) for label, value in values if value is not None],
+    }
+
+
+def _compared_curves(groups: Sequence[Group], headline: str) -> Data:
+    started = [group for group in groups if group.first.tasks_done]
+    if not started:
+        return {}
+    return {
+        "picture": Picture("accuracy.png", figures.png(figures.accuracy_curves(started))),
+        "last": [(group.label, group.after_each_task(headline)[0][-1]) for group in started],
+        "bands": any(len(group.runs) > 1 for group in started),
+        "table": progress_table([run for group in started for run in group.runs]),
+    }
+
+
+def _compared_forgetting(groups: Sequence[Group]) -> Data:
+    several = [group for group in groups if group.first.tasks_done > 1]
+    if not several:
+        return {}
+    means = [
+        (group.label, float(np.nanmean([100 * run.forgetting_by_task() for run in group.runs]))) for group in several
+    ]
+    return {"picture": Picture("forgetting.png", figures.png(figures.forgetting_curves(several))), "means": means}
