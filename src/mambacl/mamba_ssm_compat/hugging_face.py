@@ -21,10 +21,7 @@ from mambacl.mamba_ssm_compat.scan import selective_scan_fn, selective_state_upd
 
 TESTED = "5.15 to 5.22"
 ARCHITECTURES = ("mamba", "falcon_mamba", "jamba")
-_SCAN = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state")
-_STEP = ("state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z")
-_CONV = ("hidden_states", "weight", "bias", "activation")
-_CONV_STEP = ("hidden_states", "conv_state", "weight", "bias", "activation")
+ACTIVATIONS = (None, "silu", "swish")  # those of mambacl's convolution
 
 
 def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
@@ -41,7 +38,7 @@ def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
             names = [name for name in _REPLACEMENTS if hasattr(module, name)]
             _originals[module.__name__] = {name: getattr(module, name) for name in names}
             for name in names:
-                setattr(module, name, _REPLACEMENTS[name][0](getattr(module, name)))
+                setattr(module, name, _replaced(getattr(module, name), _REPLACEMENTS[name]))
     return [module.__name__ for module in modules]
 
 
@@ -53,99 +50,71 @@ def restore_transformers() -> None:
     _originals.clear()
 
 
-def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    names = _parameters(function)
+
     @functools.wraps(_function(original))
-    def mamba_selective_scan(
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_exporting():  # an exported program must not depend on mambacl
-            return original(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
-        return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        activation = dict(zip(names, args, strict=False), **kwargs).get("activation")
+        exporting = function is not _inner and torch.compiler.is_exporting()
+        if exporting or activation not in ACTIVATIONS:  # an exported program must not depend on mambacl
+            return original(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    return mamba_selective_scan
+    return call
 
 
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def mamba_selective_state_update(
-        state: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        z: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if torch.compiler.is_exporting():
-            return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)
-        return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
-
-    return mamba_selective_state_update
+def _scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 
 
-def _conv(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def conv(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_exporting() or activation not in (None, "silu", "swish"):
-            return original(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx, **kwargs)
-        return causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
-
-    return conv
-
-
-def _conv_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def conv_step(
-        hidden_states: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_exporting() or activation not in (None, "silu", "swish"):
-            return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
-        return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
-
-    return conv_step
+def _step(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
 
 
-def _inner(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def mamba_inner_fn(*args: Any, **kwargs: Any) -> None:
-        """Returning None makes transformers call the functions above instead. Together they are as fast, and
-        transformers masks padding between them, which mamba-ssm's fused call does not."""
-
-    return mamba_inner_fn
+def _conv(hidden_states, weight, bias=None, activation=None, *, seq_idx=None, **kwargs):  # type: ignore[no-untyped-def]
+    return causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
 
 
-_REPLACEMENTS: dict[str, tuple[Callable[[Callable[..., Any]], Callable[..., Any]], tuple[str, ...]]] = {
-    "mamba_selective_scan": (_scan, _SCAN),
-    "mamba_selective_state_update": (_step, _STEP),
-    "causal_conv1d_fn": (_conv, _CONV),
-    "causal_conv1d_update": (_conv_step, _CONV_STEP),
-    "mamba_inner_fn": (_inner, ()),
+def _conv_step(hidden_states, conv_state, weight, bias=None, activation=None, **kwargs):  # type: ignore[no-untyped-def]
+    return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+
+def _inner(*args: Any, **kwargs: Any) -> None:
+    """Returning None makes transformers call the functions above instead. Together they are as fast, and transformers
+    masks padding between them, which mamba-ssm's fused call does not."""
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "mamba_selective_scan": _scan,
+    "mamba_selective_state_update": _step,
+    "causal_conv1d_fn": _conv,
+    "causal_conv1d_update": _conv_step,
+    "mamba_inner_fn": _inner,
 }
 _REQUIRED = [name for name in _REPLACEMENTS if name != "mamba_inner_fn"]  # Zamba does not use that one
 _originals: dict[str, dict[str, Callable[..., Any]]] = {}  # functions of each changed module
@@ -179,7 +148,7 @@ def _check(module: ModuleType) -> None:
         return
     for name in _REQUIRED:
         function = getattr(module, name, None)
-        if function is None or not _takes(function, _REPLACEMENTS[name][1]):
+        if function is None or not _takes(function, _parameters(_REPLACEMENTS[name])):
             version = getattr(sys.modules["transformers"], "__version__", "of unknown version")
             raise UserError(
                 f"transformers {version} has no {name} in {module.__name__} that mambacl knows how to replace: "
@@ -187,12 +156,17 @@ def _check(module: ModuleType) -> None:
             )
 
 
-def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
+def _takes(function: Callable[..., Any], names: list[str]) -> bool:
     """Whether a function's first parameters have these names, or it takes any arguments, as a hub kernel's wrapper
     does."""
-    parameters = inspect.signature(_function(function)).parameters
-    general = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
-    return general or tuple(parameters)[: len(names)] == names
+    found = _parameters(_function(function))
+    return not found or found[: len(names)] == names
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters, without those that collect any arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
