@@ -16,14 +16,12 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from mambacl.bench.options import check_at_least_one, check_writable
-from mambacl.bench.result import Result, Row, publish
+from mambacl.bench.result import Result, Row
 
 SPINNING = "spinning"
 WAYS: dict[str, dict[str, str]] = {
@@ -53,12 +51,8 @@ SHORT = Effort(1, 1.0, images=16, ways=(SPINNING, "2000", "passive"))
 LONG = Effort(3, 5.0)
 
 
-def busy(long: bool = False, others: int = 1, json_file: Path | None = None) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file."""
-    check_at_least_one(others=others)
-    check_writable(json_file)
-    result = measure(LONG if long else SHORT, others)
-    return publish(result, torch.device("cpu"), {"long": long, "others": others}, json_file)
+def busy(long: bool, others: int) -> Result:
+    return measure(LONG if long else SHORT, others)
 
 
 def measure(effort: Effort, others: int = 1) -> Result:

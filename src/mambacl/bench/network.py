@@ -58,10 +58,11 @@ INFERENCE_GPU_NOTE = (
 
 
 def measure_block(clock: Clock, sizes: Sizes) -> Result:
-    def measure(case: Case, precision: str) -> list[Row]:
-        return first_that_fits(case, partial(_block_rows, clock, case, precision))
-
-    rows = each_case(sizes.block, sizes.precisions, measure)
+    rows = each_case(
+        sizes.block,
+        sizes.precisions,
+        lambda case, precision: first_that_fits(case, partial(_block_rows, clock, case, precision)),
+    )
     return Result(f"One block on {clock.device.type}", rows, list(BLOCK_NOTES))
 
 
@@ -99,14 +100,8 @@ def _block_rows(clock: Clock, case: Case, precision: str, batch: int) -> list[Ro
         if clock.device.type == "cuda":
             row["queued"] = forward_time.queued and total_time.queued
         rows.append(row)
-    rows[0]["plain_/_kernels"] = _both_ms(rows[1]) / _both_ms(rows[0])
+    rows[0]["plain_/_kernels"] = rows[1]["forward_and_backward_ms"] / rows[0]["forward_and_backward_ms"]
     return rows
-
-
-def _both_ms(row: Row) -> float:
-    found = row["forward_and_backward_ms"]
-    assert isinstance(found, float)
-    return found
 
 
 def _input_of(block: nn.Module, model: nn.Module, batch: Tensor) -> Tensor:
@@ -126,11 +121,9 @@ def measure_step(clock: Clock, sizes: Sizes) -> Result:
     result = Result(f"Training step on {clock.device.type}", notes=[*STEP_NOTES, *([STEP_GPU_NOTE] if on_gpu else [])])
     for case in sizes.step:
         finished = FinishedTask()
-
-        def measure(case: Case, precision: str, finished: FinishedTask = finished) -> list[Row]:
-            return [first_that_fits(case, partial(_step_row, clock, case, precision, finished))]
-
-        result.rows += each_case([case], sizes.precisions, measure)
+        for precision in sizes.precisions:
+            result.rows.append(first_that_fits(case, partial(_step_row, clock, case, precision, finished)))
+            free_memory()
     return result
 
 
@@ -222,9 +215,7 @@ def _peak(clock: Clock, make: Callable[[], partial[None]]) -> int | None:
         return None
     step = make()
     step()
-    torch.cuda.reset_peak_memory_stats(clock.device)
-    clock.once(step)
-    return torch.cuda.max_memory_allocated(clock.device)
+    return clock.memory(step)[1]
 
 
 def measure_inference(clock: Clock, sizes: Sizes) -> Result:
@@ -246,7 +237,8 @@ def _inference_rows(clock: Clock, case: Case, precision: str) -> list[Row]:
             row: Row = {"model": case.model, "batch": batch, "precision": precision, "call_ms": 1e3 * seconds}
             if clock.device.type == "cuda":
                 fast = Recorded(partial(_predict, method, precision=precision), model.parameters)
-                seconds = clock.wall(partial(_without_gradients, fast, given))
+                with torch.no_grad():
+                    seconds = clock.wall(partial(fast, given))
                 row["recorded_ms"] = 1e3 * seconds if fast.recordings() else None
             row |= {"ms_per_image": 1e3 * seconds / batch, "images_per_second": batch / seconds}
             if clock.device.type == "cuda":
@@ -254,11 +246,6 @@ def _inference_rows(clock: Clock, case: Case, precision: str) -> list[Row]:
                 row["GPU_ms"] = 1e3 * own.seconds if own.queued else None
         rows.append(row)
     return rows
-
-
-@torch.no_grad()
-def _without_gradients(call: Recorded, given: Tensor) -> Tensor:
-    return call(given)
 
 
 @torch.no_grad()

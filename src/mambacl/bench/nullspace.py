@@ -114,11 +114,8 @@ def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
     if clock.device.type != "cuda":
         return {}
     tensors = dict(space.model.named_parameters())
-    clock.synchronize()
-    torch.cuda.reset_peak_memory_stats(clock.device)
-    rest = torch.cuda.memory_allocated(clock.device)
-    clock.once(lambda: space.projected_step.project(tensors, tensors))
-    held = torch.cuda.max_memory_allocated(clock.device) - rest
+    before, most = clock.memory(lambda: space.projected_step.project(tensors, tensors))
+    held = most - before
     return {"step_MB": held / 1e6, "planned_/_step": plan.step_bytes / max(1, held)}
 
 

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench.options import check_at_least_one, check_writable
-from mambacl.bench.result import Result, Row, publish
+from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.config import RunConfig, resolve
 from mambacl.training.api import Run, train
-from mambacl.training.build import pick_device
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import PHASES
 
@@ -75,31 +73,15 @@ def _images(folder: Path) -> int:
     return sum(RunFolder(folder).stream()["train"])
 
 
-def precision(
-    preset: str = CIFAR,
-    root: Path | None = None,
-    out: Path = Path("runs/precision"),
-    seeds: int = 3,
-    device: str = "auto",
-    json_file: Path | None = None,
-) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file. `root` has the data set's files."""
-    where = pick_device(device)
-    check_at_least_one(seeds=seeds)
-    check_writable(json_file)
-    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
-    result = compare_precisions(preset, out, seeds, changes)
-    options = {"preset": preset, "root": root and str(root), "out": str(out), "seeds": seeds, "device": device}
-    return publish(result, where, options, json_file)
-
-
 def compare_precisions(
-    preset: str | Mapping[str, Any], out: Path, seeds: int, changes: Mapping[str, Any] | None = None
+    preset: str | Mapping[str, Any], root: Path | None, out: Path, seeds: int, device: str
 ) -> Result:
+    """Trains a preset with each precision and seed. `root` has the data set's files."""
+    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
     found: dict[str, list[Run]] = {name: [] for name in PRECISIONS}
     for seed in range(seeds):
         for name, runs in found.items():
-            runs.append(train(preset, seed=seed, precision=name, out=str(out / f"{name}-{seed}"), **(changes or {})))
+            runs.append(train(preset, seed=seed, precision=name, out=str(out / f"{name}-{seed}"), **changes))
     result = Result("Accuracy by precision", notes=list(PRECISION_NOTES))
     for name, runs in found.items():
         figures = {

@@ -62,9 +62,9 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
             some = [backend for backend in backends if worthwhile(backend, shape, dtype, clock.device)]
             found = [_row(clock, name, shape, dtype, backend, speed, result) for backend in some]
             rows = [row for row in found if row is not None]
-            fastest = min((_total(row) for row in rows), default=1.0)
-            for row in rows:
-                row["over_fastest"] = _total(row) / fastest
+            totals = [row["forward_ms"] + row["backward_ms"] for row in rows]
+            for row, total in zip(rows, totals, strict=True):
+                row["over_fastest"] = total / min(totals)
                 _compare(row, clock.device)
             result.rows += rows
     on_gpu = clock.device.type == "cuda"
@@ -115,12 +115,6 @@ def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed:
     return row
 
 
-def _total(row: Row) -> float:
-    forward, backward = row["forward_ms"], row["backward_ms"]
-    assert isinstance(forward, float) and isinstance(backward, float)
-    return forward + backward
-
-
 def _compare(row: Row, device: torch.device) -> None:
     """Compares with mamba-ssm's kernels, if they were timed on this kind of GPU."""
     if device.type != "cuda" or MAMBA_SSM_GPU not in torch.cuda.get_device_name(device):
@@ -129,9 +123,7 @@ def _compare(row: Row, device: torch.device) -> None:
     if recorded is None:
         return
     for way, theirs in zip(("forward", "backward"), recorded, strict=True):
-        ours = row[f"{way}_ms"]
-        assert isinstance(ours, float)
-        row[f"mamba-ssm_/_ours_{way}"] = theirs / ours
+        row[f"mamba-ssm_/_ours_{way}"] = theirs / row[f"{way}_ms"]
 
 
 def _available_bytes(device: torch.device) -> int:

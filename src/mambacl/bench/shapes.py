@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mambacl.errors import UserError
+from mambacl.registry import did_you_mean
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -61,6 +64,14 @@ class Problem:
     def dtype(self) -> torch.dtype:
         return self.dy.dtype
 
+    @property
+    def inputs_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def gradients(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of all inputs."""
+        return torch.autograd.grad(y, list(self.inputs.values()), self.dy)
+
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.inputs.values(), self.dy))
 
@@ -108,6 +119,13 @@ SHAPES: dict[str, Shape] = {
 }
 CPU_SHAPES = ("nano-1", "nano-8", "cpu", "defocus-l-1")  # small enough for one core
 GPU_SHAPES = tuple(name for name in SHAPES if name not in CPU_SHAPES)
+
+
+def shape_named(name: str) -> Shape:
+    if name not in SHAPES:
+        raise UserError(f"There is no shape '{name}'.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
 
 MAMBA_SSM = "mamba-ssm's CUDA kernels, H200, torch 2.11"
 MAMBA_SSM_GPU = "H200"
