@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import mambacl.bench.relaxation
 import mambacl.bench.runs
 import mambacl.bench.settings
 from mambacl.bench import PARTS
-from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort
+from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort, start_worker, step_seconds
 from mambacl.bench.relaxation import FIXED, as_result
 from mambacl.bench.result import Result, publish
 from mambacl.bench.runs import compare_precisions
@@ -80,8 +80,8 @@ def test_busy_measures_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_fails_is_noticed() -> None:
-    with mambacl.bench.busy.Worker({}, -1) as worker, pytest.raises(RuntimeError, match="ended with code 1"):
-        worker.step_seconds(0)
+    with ExitStack() as stack, pytest.raises(RuntimeError, match="ended with code 1"):
+        step_seconds(start_worker(stack, {}, -1), 0)
 
 
 @pytest.mark.slow

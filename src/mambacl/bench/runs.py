@@ -12,6 +12,7 @@ from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.config import RunConfig, resolve
+from mambacl.options import merge
 from mambacl.training.api import Run, train
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import PHASES
@@ -34,12 +35,12 @@ def configuration(
     sizes: Sizes, root: Path | None, device: str, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The configuration: CIFAR-100 if `root` has its files, else the packaged images."""
-    overrides: dict[str, Any] = {**sizes.run, "device": device, "out": str(folder)}
-    for group, values in (changes or {}).items():
-        overrides[group] = {**overrides.get(group, {}), **values}
-    if root is None:
-        return resolve(PACKAGED, overrides)
-    return resolve(CIFAR, {**overrides, "stream": {**overrides.get("stream", {}), "root": str(root)}})
+    overrides = merge(merge(sizes.run, {"device": device, "out": str(folder)}), changes or {})
+    return (
+        resolve(PACKAGED, overrides)
+        if root is None
+        else resolve(CIFAR, merge(overrides, {"stream": {"root": str(root)}}))
+    )
 
 
 def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
@@ -50,7 +51,7 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
         started = time.perf_counter()
         run = train(config)
         seconds = time.perf_counter() - started
-        trained = _images(run.folder)
+        trained = sum(RunFolder(run.folder).stream()["train"])  # images of all tasks
     phases = run.results["seconds"]
     row: Row = {"preset": config.name, "seconds": seconds}
     row |= {f"{phase}_s": phases[phase] for phase in PHASES}
@@ -66,11 +67,6 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
     notes = [note.format(**words, images=trained) for note in NOTES]
     notes += [GPU_NOTE] if clock.device.type == "cuda" else []
     return Result(f"A complete run on {clock.device.type}", [row], notes)
-
-
-def _images(folder: Path) -> int:
-    """Training images of all tasks."""
-    return sum(RunFolder(folder).stream()["train"])
 
 
 def compare_precisions(

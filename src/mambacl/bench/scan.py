@@ -1,13 +1,11 @@
 """Part `scan`: the recurrence alone, forward and backward, by each backend, compared with the bytes that must move."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mambacl.bench.models import free_memory
+from mambacl.bench.peers import PLAIN_STEPS
 from mambacl.bench.result import Result, Row
 from mambacl.bench.shapes import MAMBA_SSM, MAMBA_SSM_GPU, MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import Sizes
@@ -24,7 +22,6 @@ NOTES = (
     "over fastest: forward and backward together, relative to the fastest backend for that shape and type. All compute "
     "in float32; the time includes the conversion from bfloat16.",
 )
-PLAIN_STEPS = 256  # on a GPU, plain backends are too slow for longer scans
 GPU_NOTES = (
     "queued: the GPU never waited for Python. alone: forward and backward of a single call until its result is ready, "
     "including launches.",
@@ -34,23 +31,6 @@ MAMBA_SSM_NOTE = (
     f"mamba-ssm / ours: recorded times of {MAMBA_SSM}, divided by ours; above 1, ours is faster. Its times for vim-s "
     "and language seem to include the gate z, which this scan does not."
 )
-
-
-@dataclass(frozen=True)
-class Scan:
-    """One scan to time: inputs and a backend."""
-
-    inputs: list[Tensor]
-    backend: str
-
-    def forward(self) -> Tensor:
-        u, delta, A, B, C = self.inputs
-        return scan_tokens(u, delta, A, B, C, backend=self.backend)[0]
-
-    def backward_of_one(self) -> Callable[[], object]:
-        y = self.forward()
-        dy = torch.ones_like(y)
-        return lambda: torch.autograd.grad(y, self.inputs, dy, retain_graph=True)
 
 
 def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
@@ -87,11 +67,13 @@ def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed:
     if backend == "reference" and shape.graph_bytes() > _available_bytes(clock.device) / 2:
         result.notes.append(f"{name}: the graph of the reference does not fit into memory.")
         return None
-    scan = Scan(shape.inputs(clock.device, getattr(torch, dtype)), backend)
-    floors = [count / speed for count in shape.floor_bytes(scan.inputs[0].element_size())]
+    inputs = u, delta, A, B, C = shape.inputs(clock.device, getattr(torch, dtype))
+    floors = [count / speed for count in shape.floor_bytes(u.element_size())]
     try:
-        forward = clock.on_device(scan.forward)
-        backward = clock.on_device(scan.backward_of_one())
+        forward = clock.on_device(lambda: scan_tokens(u, delta, A, B, C, backend)[0])
+        y, _ = scan_tokens(u, delta, A, B, C, backend)
+        dy = torch.ones_like(y)
+        backward = clock.on_device(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
     except UserError:
         return None
     except torch.cuda.OutOfMemoryError:
