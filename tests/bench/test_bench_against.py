@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_help import fails
 from torch import Tensor
 
 import mambacl.bench.against
@@ -255,25 +254,6 @@ def test_the_page_shows_the_recorded_figures() -> None:
     page = SOURCE / "docs" / "speed.md"
     text = page.read_text(encoding="utf-8")
     assert with_tables(text, page.parent) == text, "run python -m mambacl.bench.page docs/speed.md"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["against", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
-        (["against", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (["against", "--rounds", "-1"], "--rounds must be at least 1, got -1"),
-        (["against", "--json", "missing/a.json"], "missing/a.json cannot be written"),
-        (["against", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
-        (["scan", "against"], "`against` is a separate command"),
-        (["against", "scan"], "bench against does not take 'scan'"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_measured(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mambacl.bench.against, "compare_all", lambda *_: pytest.fail("measured"))
-    assert sentence in fails(capsys, "bench", *arguments)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch
 from cli_help import fails
 from small_run import CONFIG
 
+import mambacl.bench.against
 import mambacl.bench.busy
 import mambacl.bench.relaxation
 import mambacl.bench.runs
@@ -126,6 +127,23 @@ def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["scann"], "There is no part 'scann'. Did you mean 'scan'?"),
+        (["scan", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
+        (["--shape", "nano", "block"], "'block' is a part, not a shape: name parts before --shape"),
+        (["block", "--shape", "nano"], "--shape is for the parts scan and roofline"),
+        (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["scan", "--json", "missing/bench.json"], "missing/bench.json cannot be written (No such file or directory)"),
+        (["scan", "--json", "."], "cannot be written (Is a directory)"),
+        (["run", "--root", "nowhere"], "nowhere"),
+        (["scan", "--root", "nowhere"], "--root is for the part run"),
+        (["--fast"], "There is no option '--fast'"),
+        (["against", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
+        (["against", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["against", "--rounds", "-1"], "--rounds must be at least 1, got -1"),
+        (["against", "--json", "missing/a.json"], "missing/a.json cannot be written"),
+        (["against", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["scan", "against"], "`against` is a separate command"),
+        (["against", "scan"], "bench against does not take 'scan'"),
         (["busy", "--others", "0"], "--others must be at least 1, got 0"),
         (["busy", "--json", "missing/a.json"], "missing/a.json cannot be written"),
         (["settings", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
@@ -146,7 +164,8 @@ def test_mistakes_are_found_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
+    for module in (mambacl.bench, mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
         monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mambacl.bench.against, "compare_all", lambda *_: pytest.fail("measured"))
     assert sentence in fails(capsys, "bench", *arguments)
     assert not any(tmp_path.iterdir())

@@ -117,13 +117,6 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
-def as_result(found: Comparison, device: torch.device, threads: int, rounds: int) -> Result:
-    """A table of the rows, with notes."""
-    notes = [NOTES[0], NOTES[1].format(rounds=rounds), NOTES[2]]
-    notes.append(GPU_NOTE if device.type == "cuda" else CPU_NOTE.format(threads=threads))
-    return Result(f"Against others on {device.type}", found.rows, notes, left_out=HIDDEN)
-
-
 def availability(device: torch.device, peers: Sequence[Peer] = PEERS) -> dict[str, Any]:
     """For each system that runs on this kind of device: its version, or how to install it."""
     some = [peer for peer in peers if device.type in peer.devices]
@@ -146,6 +139,7 @@ def against(
     chosen = {name: shape_named(name) for name in shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)}
     check_writable(json_file)
     dtypes = ("float32", "bfloat16") if on_gpu else ("float32",)
+    notes = [note.format(rounds=rounds, threads=threads) for note in (*NOTES, GPU_NOTE if on_gpu else CPU_NOTE)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -161,7 +155,8 @@ def against(
             compare_all(clock, {name: shape}, dtypes, threads, found, peers)
             rows = [row for row in found.rows if row["shape"] == name]
             print(text(Result(f"{name}: {shape}", rows, left_out=HIDDEN)), flush=True)
-            made |= as_result(found, where, threads, rounds).as_dict() | {"remarks": found.remarks}
+            result = Result(f"Against others on {where.type}", found.rows, notes)
+            made |= result.as_dict() | {"remarks": found.remarks}
             save(made, json_file)  # after each shape, so that an interruption loses no results
     finally:
         torch.set_num_threads(before)

@@ -146,12 +146,20 @@ def _step_row(clock: Clock, case: Case, precision: str, finished: FinishedTask, 
     model = build(case, clock.device)
     given = images(case, model, batch)
     labels = torch.arange(batch, device=clock.device) % CLASSES
+
+    def make(method: str, fast: bool = True) -> partial[None]:
+        """A step of the loop; every call takes the next step."""
+        loop = make_loop(method, model, setting("paper"), bf16=precision == "bf16", fast=fast)
+        if method == METHODS["projected"]:
+            finished.load_into(cast(Any, loop.method).space)
+        return new_step(loop, given, labels)
+
     with products(precision):  # the loop itself uses autocast
         peaks = {}
         for key, method in METHODS.items():
-            peaks[key] = _peak(clock, partial(_stepper, method, model, given, labels, precision, finished))
+            peaks[key] = _peak(clock, partial(make, method))
             free_memory()
-        steps = {key: _stepper(method, model, given, labels, precision, finished) for key, method in METHODS.items()}
+        steps = {key: make(method) for key, method in METHODS.items()}
         for step in steps.values():
             _warm_up(clock, step)
         seconds = replace(clock, budget=PATIENCE * clock.budget).in_turn(steps, IN_A_ROW)
@@ -163,29 +171,11 @@ def _step_row(clock: Clock, case: Case, precision: str, finished: FinishedTask, 
         row["recorded"] = all(getattr(step.func, "_recorded", None) is not None for step in steps.values())
     del steps
     with products(precision), without_kernels():
-        plain, peaks["plain"] = _plain(
-            clock, partial(_stepper, METHODS["sequential"], model, given, labels, precision, finished, False)
-        )
+        plain, peaks["plain"] = _plain(clock, partial(make, METHODS["sequential"], fast=False))
     row["plain_ms"] = None if plain is None else 1e3 * plain
     row["plain_/_sequential"] = None if plain is None else plain / seconds["sequential"]
     row |= {f"peak_GB_{key}": None if peak is None else peak / 1e9 for key, peak in peaks.items()}
     return row
-
-
-def _stepper(
-    method: str,
-    model: nn.Module,
-    given: Tensor,
-    labels: Tensor,
-    precision: str,
-    finished: FinishedTask,
-    fast: bool = True,
-) -> partial[None]:
-    """A step of the loop; every call takes the next step."""
-    loop = make_loop(method, model, setting("paper"), bf16=precision == "bf16", fast=fast)
-    if method == METHODS["projected"]:
-        finished.load_into(cast(Any, loop.method).space)
-    return new_step(loop, given, labels)
 
 
 def _warm_up(clock: Clock, step: partial[None]) -> None:

@@ -75,17 +75,23 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
     tensors = dict(model.named_parameters())
     dense = {part: projector.dense() for part, projector in space.projectors().items()}
     difference = _largest_difference(space, dense, tensors)
+
+    def project() -> None:
+        space.projected_step.project(tensors, tensors)
+
+    def copied() -> dict[str, Tensor]:
+        return {name: tensors[name].detach().clone() for name in space.trained_names()}
+
     seconds = clock.in_turn({
-        "projection": lambda: space.projected_step.project(tensors, tensors),
-        "dense_loop": lambda: project_by_loop(space, dense, _copied(space, tensors), tensors),
+        "projection": project,
+        "dense_loop": lambda: project_by_loop(space, dense, copied(), tensors),
     })  # fmt: skip
     dense.clear()
     steps = _steps(clock, space)
     row: Row = {"model": case.model, "setting": name}
     row |= {f"{key}_ms": 1e3 * value for key, value in {**steps, **seconds}.items()}
     if clock.device.type == "cuda":
-        on_device = clock.on_device(lambda: space.projected_step.project(tensors, tensors))
-        row["projection_on_device_ms"] = 1e3 * on_device.seconds
+        row["projection_on_device_ms"] = 1e3 * clock.on_device(project).seconds
     row |= {
         "dense_loop_/_projection": seconds["dense_loop"] / seconds["projection"],
         "projected_/_adam": steps["projected"] / steps["adam"],
@@ -94,29 +100,19 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
         "planned_/_held": plan.projector_bytes / held,
         "largest_difference": difference,
     }
-    return row | _step_memory(clock, space, plan)
+    if clock.device.type == "cuda":  # the memory that a step needs in addition to what is held between steps
+        before, most = clock.memory(project)
+        row |= {"step_MB": (most - before) / 1e6, "planned_/_step": plan.step_bytes / max(1, most - before)}
+    return row
 
 
 def _steps(clock: Clock, space: NullSpace) -> dict[str, float]:
     """Seconds of Adam's step, plain and projected, each with its own optimizer."""
     for parameter in space.parameters():
         parameter.grad = torch.randn_like(parameter)
-    plain, wrapped = _adam(space, clock.device), space.wrap(_adam(space, clock.device))
-    return clock.in_turn({"adam": plain.step, "projected": wrapped.step})
-
-
-def _adam(space: NullSpace, device: torch.device) -> torch.optim.Optimizer:
-    return torch.optim.Adam(space.parameters(), lr=1e-4, fused=device.type == "cuda")
-
-
-def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
-    """The memory that a projected step needs in addition to what is held between steps, on a GPU."""
-    if clock.device.type != "cuda":
-        return {}
-    tensors = dict(space.model.named_parameters())
-    before, most = clock.memory(lambda: space.projected_step.project(tensors, tensors))
-    held = most - before
-    return {"step_MB": held / 1e6, "planned_/_step": plan.step_bytes / max(1, held)}
+    fused = clock.device.type == "cuda"
+    plain, inner = (torch.optim.Adam(space.parameters(), lr=1e-4, fused=fused) for _ in range(2))
+    return clock.in_turn({"adam": plain.step, "projected": space.wrap(inner).step})
 
 
 @torch.no_grad()
@@ -128,10 +124,6 @@ def project_by_loop(
         if part.name in matrices:
             P, then, now = matrices[part.name], part.of(old[part.parameter]), part.of(new[part.parameter])
             now.copy_(then + (P @ (now - then) if part.side == "left" else (now - then) @ P))
-
-
-def _copied(space: NullSpace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensors[name].detach().clone() for name in space.trained_names()}
 
 
 @torch.no_grad()

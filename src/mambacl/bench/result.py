@@ -37,18 +37,14 @@ class Result:
     left_out: tuple[str, ...] = ()
     """columns that the table does not show"""
 
-    def columns(self) -> list[str]:
-        """The table's columns: those with a value in some row."""
-        names = dict.fromkeys(name for row in self.rows for name in row if name not in self.left_out)
-        return [name for name in names if any(row.get(name) is not None for row in self.rows)]
-
     def as_dict(self) -> dict[str, Any]:
         return {"title": self.title, "rows": self.rows, "notes": self.notes}
 
 
 def text(result: Result) -> str:
-    """The table, however wide, with its notes below."""
-    names = result.columns()
+    """The table, however wide, with its notes below. Leaves out columns without a value."""
+    shown_names = dict.fromkeys(name for row in result.rows for name in row if name not in result.left_out)
+    names = [name for name in shown_names if any(row.get(name) is not None for row in result.rows)]
     worded = {name for row in result.rows for name, figure in row.items() if isinstance(figure, (str, bool))}
     columns = tuple(Column(name.replace("_", " "), text=name in worded) for name in names)
     rows = tuple(tuple(shown(row.get(name)) for name in names) for row in result.rows)

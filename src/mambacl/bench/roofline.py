@@ -63,14 +63,10 @@ def ceilings(clock: Clock, copied: float) -> Ceilings:
     """`copied`: bytes per second that a copy reads and writes."""
     if clock.device.type == "cuda":
         return Ceilings(copied, *_on_gpu(clock), shared=False)
-    products = _on_cpu(clock)
-    return Ceilings(copied, products / EXPONENTIAL, products, shared=True)
-
-
-def _on_cpu(clock: Clock) -> float:
     matrix, product = torch.rand(SIDE, SIDE), torch.empty(SIDE, SIDE)
     times = clock.in_rounds({"product": lambda: torch.mm(matrix, matrix, out=product)})
-    return SIDE**3 / min(times["product"])
+    products = SIDE**3 / min(times["product"])
+    return Ceilings(copied, products / EXPONENTIAL, products, shared=True)
 
 
 def _on_gpu(clock: Clock) -> tuple[float, float]:

@@ -114,11 +114,7 @@ def _patch_transformers() -> None:
         for name in ("is_mamba_ssm_available", "is_causal_conv1d_available"):
             if hasattr(module, name):
                 _patched.append((module, name, getattr(module, name)))
-                setattr(module, name, _available)
-
-
-def _available() -> bool:
-    return True
+                setattr(module, name, lambda: True)
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -139,10 +135,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         wanted = (DistributionFinder.Context() if context is None else context).name
-        found = {_normalized(name): name for name in VERSIONS}
-        names = (
-            found.values() if wanted is None else [found[_normalized(wanted)]] if _normalized(wanted) in found else []
-        )
+        names = [name for name in VERSIONS if wanted is None or _normalized(wanted) == _normalized(name)]
         return [_Distribution(name) for name in names]
 
 
