@@ -5,7 +5,6 @@ task by one `eigh` per feature with one SVD per parameter; and both with the pre
 features are random: the times do not depend on them.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -174,12 +173,12 @@ def _svd_seconds(clock: Clock, space: NullSpace, gathered: TaskStatistics) -> fl
     """The plain way: one dense matrix per parameter, from its own SVD."""
     keys = {protection.name: protection.key for protection in space.selection.projected()}
     sample, found = list(keys.items())[:SAMPLE], space.decompositions()
-    clock.synchronize()
-    started = time.perf_counter()
-    for name, key in sample:
-        dense_projector(gathered.covariances[key], found[name].rank, space.setting.eta, "none")
-    clock.synchronize()
-    return (time.perf_counter() - started) / len(sample) * len(keys)
+
+    def decompose_sample() -> None:
+        for name, key in sample:
+            dense_projector(gathered.covariances[key], found[name].rank, space.setting.eta, "none")
+
+    return clock.once(decompose_sample) / len(sample) * len(keys)
 
 
 def _warm_up(device: torch.device) -> None:

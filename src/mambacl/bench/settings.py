@@ -6,7 +6,6 @@ one is recorded, before the first task and after each.
 """
 
 import logging
-import time
 from collections.abc import Iterable
 
 import torch
@@ -84,11 +83,7 @@ class Stepper:
     def first_steps(self) -> float:
         """Seconds of a new optimizer's steps until one is recorded and replayed."""
         self.step = new_step(self.loop, self.images, self.labels)
-        started = time.perf_counter()
-        for _ in range(WARM_UP + 2):
-            self()
-        self.clock.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = (WARM_UP + 2) * self.clock.once(self, WARM_UP + 2)
         if self.images.is_cuda and getattr(self.step.func, "_recorded", None) is None:
             raise RuntimeError("The step was not recorded.")
         return seconds

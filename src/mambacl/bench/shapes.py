@@ -1,5 +1,6 @@
 """Selective scans to time: shapes by name, inputs of a shape, and mamba-ssm's recorded times on an H200."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,11 @@ from torch import Tensor
 
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
+
+
+def _normal(device: torch.device) -> Callable[..., Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *sizes: torch.randn(sizes, generator=generator, device=device)
 
 
 @dataclass(frozen=True)
@@ -19,11 +25,7 @@ class Shape:
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """u, delta (b, l, d), A (d, n), always in float32, B, C (b, l, g, n); steps as in a trained model."""
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
-
+        normal = _normal(device)
         tokens, matrices = (self.batch, self.length, self.channels), (self.batch, self.length, self.groups, self.states)
         delta = torch.nn.functional.softplus(normal(*tokens) - 3.0)
         A = -torch.arange(1.0, self.states + 1, device=device).repeat(self.channels, 1)
@@ -78,11 +80,7 @@ class Problem:
 
 def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
     """Random inputs with steps as in a trained model, softplus(delta + delta_bias) of about 0.05."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device=device)
-
+    normal = _normal(device)
     tokens = (shape.batch, shape.channels, shape.length)
     matrices = (shape.batch, *([shape.groups] if shape.groups > 1 else []), shape.states, shape.length)
     inputs = {

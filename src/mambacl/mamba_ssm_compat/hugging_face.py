@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mambacl.errors import UserError
 from mambacl.mamba_ssm_compat.conv import causal_conv1d_fn, causal_conv1d_update
@@ -35,10 +35,13 @@ def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
         _check(module)
     for module in modules:
         if module.__name__ not in _originals:
-            names = [name for name in _REPLACEMENTS if hasattr(module, name)]
+            names = [
+                name for name in (*_REPLACEMENTS, "mamba_inner_fn") if hasattr(module, name)
+            ]  # Zamba lacks the last
             _originals[module.__name__] = {name: getattr(module, name) for name in names}
             for name in names:
-                setattr(module, name, _replaced(getattr(module, name), _REPLACEMENTS[name]))
+                original = getattr(module, name)
+                setattr(module, name, _replaced(original, name) if name in _REPLACEMENTS else _inner)
     return [module.__name__ for module in modules]
 
 
@@ -50,73 +53,47 @@ def restore_transformers() -> None:
     _originals.clear()
 
 
-def _replaced(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    names = _parameters(function)
+def _replaced(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    function, parameters = _REPLACEMENTS[name]
+    known = inspect.signature(function).parameters
 
     @functools.wraps(_function(original))
     def call(*args: Any, **kwargs: Any) -> Any:
-        activation = dict(zip(names, args, strict=False), **kwargs).get("activation")
-        exporting = function is not _inner and torch.compiler.is_exporting()
-        if exporting or activation not in ACTIVATIONS:  # an exported program must not depend on mambacl
+        given = dict(zip(parameters.values(), args, strict=False))
+        given |= {parameters.get(name, name): value for name, value in kwargs.items()}
+        exporting = torch.compiler.is_exporting()  # an exported program must not depend on mambacl
+        if exporting or given.get("activation") not in ACTIVATIONS:
             return original(*args, **kwargs)
-        return function(*args, **kwargs)
+        return function(**{name: value for name, value in given.items() if name in known})
 
     return call
 
 
-def _scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **kwargs: Any,
-) -> Any:
-    return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
-
-
-def _step(
-    state: Tensor,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    z: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
-
-
-def _conv(hidden_states, weight, bias=None, activation=None, *, seq_idx=None, **kwargs):  # type: ignore[no-untyped-def]
-    return causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
-
-
-def _conv_step(hidden_states, conv_state, weight, bias=None, activation=None, **kwargs):  # type: ignore[no-untyped-def]
-    return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
-
-
 def _inner(*args: Any, **kwargs: Any) -> None:
-    """Returning None makes transformers call the functions above instead. Together they are as fast, and transformers
+    """Returning None makes transformers call the other functions instead. Together they are as fast, and transformers
     masks padding between them, which mamba-ssm's fused call does not."""
 
 
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    "mamba_selective_scan": _scan,
-    "mamba_selective_state_update": _step,
-    "causal_conv1d_fn": _conv,
-    "causal_conv1d_update": _conv_step,
-    "mamba_inner_fn": _inner,
+def _named(names: str, **others: str) -> dict[str, str]:
+    return {name: others.get(name, name) for name in names.split()}
+
+
+# mambacl's functions, and their names of transformers' parameters, in transformers' order.
+_REPLACEMENTS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "mamba_selective_scan": (
+        selective_scan_fn,
+        _named("hidden_states dt A B C D z delta_bias delta_softplus return_last_state", hidden_states="u", dt="delta"),
+    ),
+    "mamba_selective_state_update": (
+        selective_state_update,
+        _named("state hidden_states dt A B C D dt_bias dt_softplus z", hidden_states="x"),
+    ),
+    "causal_conv1d_fn": (causal_conv1d_fn, _named("hidden_states weight bias activation", hidden_states="x")),
+    "causal_conv1d_update": (
+        causal_conv1d_update,
+        _named("hidden_states conv_state weight bias activation", hidden_states="x"),
+    ),
 }
-_REQUIRED = [name for name in _REPLACEMENTS if name != "mamba_inner_fn"]  # Zamba does not use that one
 _originals: dict[str, dict[str, Callable[..., Any]]] = {}  # functions of each changed module
 
 
@@ -146,9 +123,9 @@ def _check(module: ModuleType) -> None:
     """Raises `UserError` if the module lacks a function to replace, or if its parameters differ."""
     if module.__name__ in _originals:
         return
-    for name in _REQUIRED:
+    for name, (_, parameters) in _REPLACEMENTS.items():
         function = getattr(module, name, None)
-        if function is None or not _takes(function, _parameters(_REPLACEMENTS[name])):
+        if function is None or not _takes(function, tuple(parameters)):
             version = getattr(sys.modules["transformers"], "__version__", "of unknown version")
             raise UserError(
                 f"transformers {version} has no {name} in {module.__name__} that mambacl knows how to replace: "
@@ -156,17 +133,12 @@ def _check(module: ModuleType) -> None:
             )
 
 
-def _takes(function: Callable[..., Any], names: list[str]) -> bool:
+def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
     """Whether a function's first parameters have these names, or it takes any arguments, as a hub kernel's wrapper
     does."""
-    found = _parameters(_function(function))
-    return not found or found[: len(names)] == names
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    """The names of a function's parameters, without those that collect any arguments."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(_function(function)).parameters
+    general = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    return general or tuple(parameters)[: len(names)] == names
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
