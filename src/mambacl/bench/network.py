@@ -120,29 +120,25 @@ def measure_step(clock: Clock, sizes: Sizes) -> Result:
     on_gpu = clock.device.type == "cuda"
     result = Result(f"Training step on {clock.device.type}", notes=[*STEP_NOTES, *([STEP_GPU_NOTE] if on_gpu else [])])
     for case in sizes.step:
-        finished = FinishedTask()
+        finished: dict[str, Tensor] = {}
         for precision in sizes.precisions:
             result.rows.append(first_that_fits(case, partial(_step_row, clock, case, precision, finished)))
             free_memory()
     return result
 
 
-class FinishedTask:
-    """The state of a space after a task. Decomposed once, it serves all spaces of the same model."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}  # on the CPU, because the GPU's memory is measured
-
-    def load_into(self, space: NullSpace) -> None:
-        if not self.state:
-            fill_with_random(space)
-            copies: dict[int, Tensor] = {}  # parts that share a tensor still share it
-            self.state = {name: copies.setdefault(id(t), t.cpu()) for name, t in space.state_dict().items()}
-        else:
-            space.load_state_dict(self.state)
+def _finish_task(space: NullSpace, state: dict[str, Tensor]) -> None:
+    """Puts the space into its state after a task, which is decomposed once and serves all spaces of the same model."""
+    if state:
+        space.load_state_dict(state)
+    else:
+        fill_with_random(space)
+        copies: dict[int, Tensor] = {}  # parts that share a tensor still share it
+        # On the CPU, because the GPU's memory is measured.
+        state.update((name, copies.setdefault(id(t), t.cpu())) for name, t in space.state_dict().items())
 
 
-def _step_row(clock: Clock, case: Case, precision: str, finished: FinishedTask, batch: int) -> Row:
+def _step_row(clock: Clock, case: Case, precision: str, finished: dict[str, Tensor], batch: int) -> Row:
     model = build(case, clock.device)
     given = images(case, model, batch)
     labels = torch.arange(batch, device=clock.device) % CLASSES
@@ -151,7 +147,7 @@ def _step_row(clock: Clock, case: Case, precision: str, finished: FinishedTask, 
         """A step of the loop; every call takes the next step."""
         loop = make_loop(method, model, setting("paper"), bf16=precision == "bf16", fast=fast)
         if method == METHODS["projected"]:
-            finished.load_into(cast(Any, loop.method).space)
+            _finish_task(cast(Any, loop.method).space, finished)
         return new_step(loop, given, labels)
 
     with products(precision):  # the loop itself uses autocast

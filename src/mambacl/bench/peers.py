@@ -239,20 +239,17 @@ int scan(const float *u, const float *delta, const float *A, const float *B, con
 """
 
 
-def compiled(flags: Sequence[str]) -> ctypes.CDLL:
+def compiled_loop(problem: Problem, threads: int, flags: Sequence[str] = C_FLAGS) -> Call:
+    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
+    tensors = [problem.inputs[name].detach() for name in names]
+    y = torch.empty_like(tensors[0])
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "scan.c", Path(folder) / "scan.so"
         source.write_text(C_SOURCE, encoding="utf-8")
         command = [C_COMPILER, *flags, str(source), "-o", str(library), "-lm"]
         subprocess.run(command, check=True, capture_output=True)
-        return ctypes.CDLL(str(library))  # it stays loaded after the file is deleted
-
-
-def compiled_loop(problem: Problem, threads: int, flags: Sequence[str] = C_FLAGS) -> Call:
-    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
-    tensors = [problem.inputs[name].detach() for name in names]
-    y = torch.empty_like(tensors[0])
-    shape, scan = problem.shape, compiled(flags).scan
+        scan = ctypes.CDLL(str(library)).scan  # it stays loaded after the file is deleted
+    shape = problem.shape
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, y)]
     sizes = [ctypes.c_long(size) for size in (shape.batch, shape.channels, shape.length, shape.states)]
 

@@ -36,11 +36,9 @@ def configuration(
 ) -> RunConfig:
     """The configuration: CIFAR-100 if `root` has its files, else the packaged images."""
     overrides = merge(merge(sizes.run, {"device": device, "out": str(folder)}), changes or {})
-    return (
-        resolve(PACKAGED, overrides)
-        if root is None
-        else resolve(CIFAR, merge(overrides, {"stream": {"root": str(root)}}))
-    )
+    if root is None:
+        return resolve(PACKAGED, overrides)
+    return resolve(CIFAR, merge(overrides, {"stream": {"root": str(root)}}))
 
 
 def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
@@ -58,13 +56,9 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
     row["rest_s"] = seconds - sum(phases[phase] for phase in PHASES)
     row["images_per_second"] = run.results["images_per_second"]
     row["final_accuracy_per_cent"] = 100 * run.metrics["final_accuracy_tasks"]
-    words = {
-        "preset": config.name,
-        "precision": config.precision,
-        "tasks": len(run.results["tasks"]),
-        "passes": config.training.passes,
-    }
-    notes = [note.format(**words, images=trained) for note in NOTES]
+    tasks, passes = len(run.results["tasks"]), config.training.passes
+    words = {"preset": config.name, "precision": config.precision, "tasks": tasks, "passes": passes, "images": trained}
+    notes = [note.format(**words) for note in NOTES]
     notes += [GPU_NOTE] if clock.device.type == "cuda" else []
     return Result(f"A complete run on {clock.device.type}", [row], notes)
 
