@@ -254,34 +254,6 @@ def test_the_command_writes_what_it_shows(
             assert all((shown(value) or "") in printed for value in row.values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["scann"], "There is no part 'scann'. Did you mean 'scan'?"),
-        (["scan", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
-        (["--shape", "nano", "block"], "'block' is a part, not a shape: name parts before --shape"),
-        (["block", "--shape", "nano"], "--shape is for the parts scan and roofline"),
-        (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
-        (["scan", "--json", "missing/bench.json"], "missing/bench.json cannot be written (No such file or directory)"),
-        (["scan", "--json", "."], "cannot be written (Is a directory)"),
-        (["run", "--root", "nowhere"], "nowhere"),
-        (["scan", "--root", "nowhere"], "--root is for the part run"),
-        (["--fast"], "There is no option '--fast'"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_measured(
-    arguments: list[str],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mambacl.bench, "measure", lambda *_: pytest.fail("measured"))
-    assert sentence in fails(capsys, "bench", *arguments)
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "This machine has no device 'cuda'" in fails(capsys, "bench", "--device", "cuda")

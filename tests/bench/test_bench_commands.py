@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -12,16 +12,16 @@ import torch
 from cli_help import fails
 from small_run import CONFIG
 
+import mambacl.bench.against
 import mambacl.bench.busy
 import mambacl.bench.relaxation
 import mambacl.bench.runs
 import mambacl.bench.settings
 from mambacl.bench import PARTS
-from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort
+from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort, start_worker, step_seconds
 from mambacl.bench.relaxation import FIXED, as_result
 from mambacl.bench.result import Result, publish
 from mambacl.bench.runs import compare_precisions
-from mambacl.bench.timing import Clock
 from mambacl.cli import main
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_a_record_says_where_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    made = publish(Result("T", [{"a": 1.5}], ["A note."]), CPU, {"seeds": 1}, path)
+    made = publish(lambda seeds: Result("T", [{"a": 1.5}], ["A note."]), path, seeds=1)
     assert json.loads(path.read_text()) == made and made["options"] == {"seeds": 1} and made["rows"] == [{"a": 1.5}]
     assert {"date", "commit", "machine", "versions"} <= set(made)
     printed = capsys.readouterr().out
@@ -81,13 +81,13 @@ def test_busy_measures_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_fails_is_noticed() -> None:
-    with mambacl.bench.busy.Worker({}, -1) as worker, pytest.raises(RuntimeError, match="ended with code 1"):
-        worker.step_seconds(0)
+    with ExitStack() as stack, pytest.raises(RuntimeError, match="ended with code 1"):
+        step_seconds(start_worker(stack, {}, -1), 0)
 
 
 @pytest.mark.slow
 def test_settings_are_compared_after_a_task() -> None:
-    result = mambacl.bench.settings.measure(Clock(CPU, 3, 0.01), batch=2, precision="float32", tasks=1, images=20)
+    result = mambacl.bench.settings.measure("cpu", 2, "float32", tasks=1, images=20, repeats=3, budget=0.01)
     assert [row["step"] for row in result.rows] == ["sequential", "public-code", "exact energy:0.99"]
     finite(result, ["ms", "/_public-code"])
     for row in result.rows:
@@ -98,12 +98,12 @@ def test_settings_are_compared_after_a_task() -> None:
 @pytest.mark.slow
 def test_precisions_are_compared_over_seeds(tmp_path: Path, few_test_images: None) -> None:
     training = {"training": {**CONFIG["training"], "passes": 1, "decay_after": []}}
-    result = compare_precisions({**CONFIG, **training}, tmp_path, seeds=2, changes={"device": "cpu"})
+    result = compare_precisions({**CONFIG, **training}, None, tmp_path, 2, "cpu")
     assert len(result.rows) == 3 * 3 and {row["precision"] for row in result.rows} == {"float32", "tf32", "bf16"}
     finite(result, ["seed_0", "seed_1", "mean", "deviation"])
     for row in result.rows:
         assert row["mean"] == pytest.approx((row["seed_0"] + row["seed_1"]) / 2)
-    again = compare_precisions({**CONFIG, **training}, tmp_path, seeds=2, changes={"device": "cpu"})
+    again = compare_precisions({**CONFIG, **training}, None, tmp_path, 2, "cpu")
     assert again.rows == result.rows  # finished runs are not trained again, whose seconds would differ
 
 
@@ -118,7 +118,7 @@ def test_loss_at_equal_drift_is_interpolated() -> None:
 @pytest.mark.slow
 def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
     ways = {"A fixed, eta 1.0": {"eta": 1.0}, "A relaxed by 0.9": {"relax": 0.9}}
-    found = mambacl.bench.relaxation.measure(CPU, 0, 1, 2e-3, ways, {"train_per_class": 10})
+    found = mambacl.bench.relaxation.measure_seed(CPU, 0, 1, 2e-3, ways, {"train_per_class": 10})
     fixed, relaxed = found["A fixed, eta 1.0"], found["A relaxed by 0.9"]
     assert fixed["A_moved"] == 0 < relaxed["A_moved"]
     finite(as_result([found]), ["loss", "drift", "A_moved"])
@@ -127,6 +127,23 @@ def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["scann"], "There is no part 'scann'. Did you mean 'scan'?"),
+        (["scan", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
+        (["--shape", "nano", "block"], "'block' is a part, not a shape: name parts before --shape"),
+        (["block", "--shape", "nano"], "--shape is for the parts scan and roofline"),
+        (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["scan", "--json", "missing/bench.json"], "missing/bench.json cannot be written (No such file or directory)"),
+        (["scan", "--json", "."], "cannot be written (Is a directory)"),
+        (["run", "--root", "nowhere"], "nowhere"),
+        (["scan", "--root", "nowhere"], "--root is for the part run"),
+        (["--fast"], "There is no option '--fast'"),
+        (["against", "--shape", "nanoo"], "There is no shape 'nanoo'. Did you mean 'nano'?"),
+        (["against", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["against", "--rounds", "-1"], "--rounds must be at least 1, got -1"),
+        (["against", "--json", "missing/a.json"], "missing/a.json cannot be written"),
+        (["against", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["scan", "against"], "`against` is a separate command"),
+        (["against", "scan"], "bench against does not take 'scan'"),
         (["busy", "--others", "0"], "--others must be at least 1, got 0"),
         (["busy", "--json", "missing/a.json"], "missing/a.json cannot be written"),
         (["settings", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
@@ -147,7 +164,8 @@ def test_mistakes_are_found_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
-        monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured"))
+    for module in (mambacl.bench, mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
+        monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mambacl.bench.against, "compare_all", lambda *_: pytest.fail("measured"))
     assert sentence in fails(capsys, "bench", *arguments)
     assert not any(tmp_path.iterdir())

@@ -1,11 +1,13 @@
-"""mambacl under mamba-ssm's import names: found by every way that libraries look for it, and gone again."""
+"""mambacl under mamba-ssm's import names: found by every way that libraries look for it, and gone again; its docs."""
 
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from mambacl.errors import UserError
 from mambacl.mamba_ssm_compat.names import MODULES, VERSIONS
 
 ROOTS = ["mamba_ssm", "causal_conv1d", "selective_scan_cuda", "selective_scan_cuda_core", "selective_scan_cuda_oflex"]
+PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 
 
 @pytest.fixture
@@ -146,3 +150,24 @@ def test_a_model_of_the_hub_in_a_folder(tmp_path):
     assert load_config_hf(str(tmp_path)) == {"d_model": 8}
     state = load_state_dict_hf(str(tmp_path), device="cpu", dtype=torch.float64)
     assert torch.equal(state["a"], torch.arange(3.0).double())
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[str(i) for i in range(len(BLOCKS))])
+@pytest.mark.slow
+def test_a_block_runs(block):
+    if "transformers import" in block:
+        pytest.importorskip("transformers")
+    subprocess.run([sys.executable, "-c", block], check=True)
+
+
+def test_every_name_in_the_table_is_there():
+    rows = re.findall(r"^\| (`(?:mamba_ssm|causal_conv1d|selective_scan_cuda).*?) \| (.*?) \|$", PAGE.read_text(), re.M)
+    assert len(rows) == 8
+    for names, contents in rows:
+        first, *others = re.findall(r"`(.*?)`", names)
+        modules = [first] + [
+            first + name if name.startswith("_") else f"{first.rpartition('.')[0]}.{name}" for name in others
+        ]
+        there = {name for module in modules for name in MODULES[module]}
+        functions = set(re.findall(r"`(\w+)`", contents)) - {"step", "allocate_inference_cache", "bimamba_type"}
+        assert functions <= there, functions - there

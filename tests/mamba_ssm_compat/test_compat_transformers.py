@@ -1,5 +1,6 @@
 """transformers' own Mamba, FalconMamba and Jamba on mambacl's functions: the same numbers as on their slow path."""
 
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -74,14 +75,14 @@ def model(family, device):
 def calls(monkeypatch):
     """How often each of mambacl's functions was called; they run as ever."""
     counted = Counter()
-    for name in ("selective_scan_fn", "selective_state_update", "causal_conv1d_fn", "causal_conv1d_update"):
-        function = getattr(hugging_face, name)
+    for name, (function, parameters) in hugging_face._REPLACEMENTS.items():
 
-        def through(*args, name=name, function=function, **kwargs):
-            counted[name] += 1
-            return function(*args, **kwargs)
+        @functools.wraps(function)
+        def through(function=function, **kwargs):
+            counted[function.__name__] += 1
+            return function(**kwargs)
 
-        monkeypatch.setattr(hugging_face, name, through)
+        monkeypatch.setitem(hugging_face._REPLACEMENTS, name, (through, parameters))
     return counted
 
 

@@ -1,23 +1,17 @@
 """`mambacl bench`: measures the speed of this machine, part by part, with ratios computed within one run."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mambacl.bench import network, nullspace, roofline, runs, scan
-from mambacl.bench.options import check_writable, shape_named
-from mambacl.bench.result import Result, machine_line, record, save, text
-from mambacl.bench.shapes import SHAPES
+from mambacl.bench.result import Result, check_writable, header, machine_line, quiet, save, text
+from mambacl.bench.shapes import SHAPES, shape_named
 from mambacl.bench.sizes import Sizes, default_sizes
 from mambacl.bench.timing import Clock, copy_speed
+from mambacl.data import open_dataset
 from mambacl.errors import UserError
-from mambacl.log import logger
 from mambacl.registry import did_you_mean
 from mambacl.training.build import pick_device
 
@@ -42,32 +36,29 @@ def bench(
     shapes: Sequence[str] = (),
     quick: bool = False,
     root: Path | None = None,
-    show: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
     """Measures the named parts, or all; shows each table when it is done. Returns the contents of the JSON file.
 
     `shapes`: scans by name, instead of those that suit the device; `root`: CIFAR-100's files, for the part run.
     """
-    show = show or partial(print, flush=True)
-    chosen = chosen_parts(parts)
-    where, sizes = checked(chosen, device, shapes, quick, root)
+    for name in parts:
+        if name not in PARTS:
+            raise UserError(f"There is no part '{name}'.{did_you_mean(name, PARTS)} Known: {', '.join(PARTS)}.")
+    chosen = [part for part in PARTS if part in parts or not parts]
+    where = pick_device(device)
+    sizes = checked_sizes(chosen, default_sizes(where, quick), shapes, root)
     check_writable(json_file)
-    options = {
-        "parts": chosen,
-        "device": device,
-        "shapes": list(sizes.shapes),
-        "quick": quick,
-        "root": root and str(root),
-    }
-    show(machine_line(where))
-    with quiet():
+    options = {"parts": chosen, "device": device, "shapes": list(sizes.shapes), "quick": quick, "root": root}
+    print(machine_line(where), flush=True)
+    found: dict[str, Any] = {}
+    with quiet():  # an interrupted run would suggest to resume it, but its folder is gone
         clock = Clock(where, sizes.repeats, sizes.budget)
         speed = copy_speed(clock, sizes.copy_bytes)
-        made, found = record(where, options, speed, {}), {}
         for name in chosen:
-            found[name] = measure(name, clock, sizes, speed, root)
-            show(text(found[name]))
-            made = record(where, options, speed, found)
+            result = measure(name, clock, sizes, speed, root)
+            print(text(result), flush=True)
+            found[name] = result.as_dict()
+            made = {**header(where, options), "copy_bytes_per_second": speed, "parts": found}
             save(made, json_file)  # after each part, so that an interruption loses no results
     return made
 
@@ -87,43 +78,15 @@ def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | No
     return ways[part]()
 
 
-def chosen_parts(names: Sequence[str]) -> list[str]:
-    """The named parts in the order of measurement; all if none is named."""
-    for name in names:
-        if name not in PARTS:
-            raise UserError(f"There is no part '{name}'.{did_you_mean(name, PARTS)} Known: {', '.join(PARTS)}.")
-    return [part for part in PARTS if part in names or not names]
-
-
-def checked(
-    parts: Sequence[str], device: str, shapes: Sequence[str], quick: bool, root: Path | None
-) -> tuple[torch.device, Sizes]:
-    """The device and the sizes. Raises for mistakes before anything is measured."""
-    where = pick_device(device)
-    sizes = default_sizes(where, quick)
-    if shapes:
-        if "scan" not in parts and "roofline" not in parts:
-            raise UserError("--shape is for the parts scan and roofline: name one of them, or remove --shape.")
-        sizes = replace(sizes, shapes={name: shape_named(name, PARTS) for name in shapes})
+def checked_sizes(parts: Sequence[str], sizes: Sizes, shapes: Sequence[str], root: Path | None) -> Sizes:
+    """The sizes with the named shapes. Raises for mistakes before anything is measured."""
+    for name in shapes:
+        if name in PARTS and name not in SHAPES:
+            raise UserError(f"'{name}' is a part, not a shape: name parts before --shape.")
+    if shapes and "scan" not in parts and "roofline" not in parts:
+        raise UserError("--shape is for the parts scan and roofline: name one of them, or remove --shape.")
     if root is not None:
         if "run" not in parts:
             raise UserError("--root is for the part run: name that part, or remove --root.")
-        check_root(root)
-    return where, sizes
-
-
-def check_root(root: Path) -> None:
-    from mambacl.data import open_dataset
-
-    open_dataset("cifar100", root)  # raises if files are missing
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hides the messages of models and runs."""
-    before = logger.level
-    logger.setLevel(logging.ERROR)  # an interrupted run would suggest to resume it, but its folder is gone
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+        open_dataset("cifar100", root)  # raises if files are missing
+    return replace(sizes, shapes={name: shape_named(name) for name in shapes}) if shapes else sizes

@@ -79,8 +79,7 @@ def results(call: Callable[[], Tensor], problem: Problem, differentiable: bool) 
         with torch.no_grad():
             return {OUTPUT: call()}
     output = call()
-    gradients = torch.autograd.grad(output, list(problem.inputs.values()), problem.dy)
-    return {OUTPUT: output.detach(), **dict(zip(problem.inputs, gradients, strict=True))}
+    return {OUTPUT: output.detach(), **dict(zip(problem.inputs, problem.gradients(output), strict=True))}
 
 
 def _bound(name: str, magnitude: Tensor, problem: Problem) -> Tensor:

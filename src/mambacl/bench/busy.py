@@ -16,15 +16,13 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from mambacl.bench.options import check_at_least_one, check_writable
-from mambacl.bench.result import Result, Row, publish
+from mambacl.bench.result import Result, Row
 
+Process = subprocess.Popen[str]
 SPINNING = "spinning"
 WAYS: dict[str, dict[str, str]] = {
     SPINNING: {},
@@ -53,22 +51,18 @@ SHORT = Effort(1, 1.0, images=16, ways=(SPINNING, "2000", "passive"))
 LONG = Effort(3, 5.0)
 
 
-def busy(long: bool = False, others: int = 1, json_file: Path | None = None) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file."""
-    check_at_least_one(others=others)
-    check_writable(json_file)
-    result = measure(LONG if long else SHORT, others)
-    return publish(result, torch.device("cpu"), {"long": long, "others": others}, json_file)
+def busy(long: bool, others: int) -> Result:
+    return measure(LONG if long else SHORT, others)
 
 
 def measure(effort: Effort, others: int = 1) -> Result:
     with ExitStack() as stack:
-        workers = {way: stack.enter_context(Worker(WAYS[way], effort.images)) for way in effort.ways}
+        workers = {way: start_worker(stack, WAYS[way], effort.images) for way in effort.ways}
         for worker in workers.values():
-            worker.step_seconds(0)  # the first step takes longer
+            step_seconds(worker, 0)  # the first step takes longer
         alone = _turns(workers, effort)
         for _ in range(others):
-            stack.enter_context(Program([sys.executable, "-c", OTHER], {}))
+            start(stack, [sys.executable, "-c", OTHER], {})
         time.sleep(START_SECONDS)
         beside = _turns(workers, effort)
     words = {"images": effort.images, "rounds": effort.rounds, "seconds": effort.seconds, "others": others}
@@ -87,46 +81,37 @@ def rows(alone: Mapping[str, float], beside: Mapping[str, float]) -> list[Row]:
     ]
 
 
-def _turns(workers: Mapping[str, "Worker"], effort: Effort) -> dict[str, float]:
+def _turns(workers: Mapping[str, Process], effort: Effort) -> dict[str, float]:
     """Seconds per step. Every worker has a turn in every round, so that a busy moment affects all of them."""
-    times: dict[str, list[float]] = {way: [] for way in workers}
-    for _ in range(effort.rounds):
-        for way, worker in workers.items():
-            times[way].append(worker.step_seconds(effort.seconds))
-    return {way: statistics.median(each) for way, each in times.items()}
+    rounds = [
+        {way: step_seconds(worker, effort.seconds) for way, worker in workers.items()} for _ in range(effort.rounds)
+    ]
+    return {way: statistics.median(each[way] for each in rounds) for way in workers}
 
 
-class Program:
-    """A process that ends with its `with` block."""
-
-    def __init__(self, command: list[str], variables: Mapping[str, str]) -> None:
-        kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        self.process = subprocess.Popen(
-            command, env={**kept, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+def start(stack: ExitStack, command: list[str], variables: Mapping[str, str]) -> Process:
+    """A process that ends with the `with` block of the stack."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    process = stack.enter_context(
+        subprocess.Popen(command, env={**kept, **variables}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
+    stack.callback(process.kill)
+    return process
 
 
-class Worker(Program):
+def start_worker(stack: ExitStack, variables: Mapping[str, str], images: int) -> Process:
     """A process that takes training steps on request and sleeps in between."""
+    return start(stack, [sys.executable, "-m", "mambacl.bench.busy", str(images)], variables)
 
-    def __init__(self, variables: Mapping[str, str], images: int) -> None:
-        super().__init__([sys.executable, "-m", "mambacl.bench.busy", str(images)], variables)
 
-    def step_seconds(self, seconds: float) -> float:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{seconds}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"The measuring process ended with code {self.process.wait()}.")
-        return float(answer)
+def step_seconds(worker: Process, seconds: float) -> float:
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(f"{seconds}\n")
+    worker.stdin.flush()
+    answer = worker.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"The measuring process ended with code {worker.wait()}.")
+    return float(answer)
 
 
 def answer_requests(images: int) -> None:

@@ -8,7 +8,6 @@ Inputs, in this order: u, delta (b, d, l), A (d, n), B, C (b, n, l), D (d, 1), d
 """
 # mypy: disable-error-code="import-not-found, import-untyped"
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,19 +91,17 @@ def onnx_scan(shape: Shape, variant: Variant) -> bytes:
         body.add("ReduceSum", body.add("Mul", new, "C_t"), outer.constant([-2]), name="y_t", keepdims=1)
     body.add("Identity", new, name="h_new")
 
-    def untyped(names: Sequence[str]) -> list[Any]:
-        return [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+    def typed(name: str, sizes: tuple[int, ...] | None = None) -> Any:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
 
-    loop = helper.make_graph(body.nodes, "step", untyped(["h", *names]), untyped(["h_new", "y_t"]), body.constants)
+    inside, results = [typed(name) for name in ("h", *names)], [typed(name) for name in ("h_new", "y_t")]
+    loop = helper.make_graph(body.nodes, "step", inside, results, body.constants)
     start = outer.constant(np.zeros((b, n, d)), np.float32)
     outputs = ["last", "y_by_time"]
     outer.nodes.append(helper.make_node("Scan", [start, *sliced], outputs, body=loop, num_scan_inputs=len(sliced)))
     y = outer.add("Reshape", "y_by_time", outer.constant([length, b, d]))
     y = outer.add("Add", outer.add("Transpose", y, perm=[1, 2, 0]), outer.add("Mul", "u", "D"))
     outer.add("Mul", y, outer.add("Mul", "z", outer.add("Sigmoid", "z")), name="y")
-
-    def typed(name: str, sizes: tuple[int, ...]) -> Any:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
 
     inputs = [typed(name, sizes) for name, sizes in input_shapes(shape).items()]
     graph = helper.make_graph(outer.nodes, "selective_scan", inputs, [typed("y", (b, d, length))], outer.constants)

@@ -58,10 +58,11 @@ INFERENCE_GPU_NOTE = (
 
 
 def measure_block(clock: Clock, sizes: Sizes) -> Result:
-    def measure(case: Case, precision: str) -> list[Row]:
-        return first_that_fits(case, partial(_block_rows, clock, case, precision))
-
-    rows = each_case(sizes.block, sizes.precisions, measure)
+    rows = each_case(
+        sizes.block,
+        sizes.precisions,
+        lambda case, precision: first_that_fits(case, partial(_block_rows, clock, case, precision)),
+    )
     return Result(f"One block on {clock.device.type}", rows, list(BLOCK_NOTES))
 
 
@@ -99,14 +100,8 @@ def _block_rows(clock: Clock, case: Case, precision: str, batch: int) -> list[Ro
         if clock.device.type == "cuda":
             row["queued"] = forward_time.queued and total_time.queued
         rows.append(row)
-    rows[0]["plain_/_kernels"] = _both_ms(rows[1]) / _both_ms(rows[0])
+    rows[0]["plain_/_kernels"] = rows[1]["forward_and_backward_ms"] / rows[0]["forward_and_backward_ms"]
     return rows
-
-
-def _both_ms(row: Row) -> float:
-    found = row["forward_and_backward_ms"]
-    assert isinstance(found, float)
-    return found
 
 
 def _input_of(block: nn.Module, model: nn.Module, batch: Tensor) -> Tensor:
@@ -125,40 +120,42 @@ def measure_step(clock: Clock, sizes: Sizes) -> Result:
     on_gpu = clock.device.type == "cuda"
     result = Result(f"Training step on {clock.device.type}", notes=[*STEP_NOTES, *([STEP_GPU_NOTE] if on_gpu else [])])
     for case in sizes.step:
-        finished = FinishedTask()
-
-        def measure(case: Case, precision: str, finished: FinishedTask = finished) -> list[Row]:
-            return [first_that_fits(case, partial(_step_row, clock, case, precision, finished))]
-
-        result.rows += each_case([case], sizes.precisions, measure)
+        finished: dict[str, Tensor] = {}
+        for precision in sizes.precisions:
+            result.rows.append(first_that_fits(case, partial(_step_row, clock, case, precision, finished)))
+            free_memory()
     return result
 
 
-class FinishedTask:
-    """The state of a space after a task. Decomposed once, it serves all spaces of the same model."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Tensor] = {}  # on the CPU, because the GPU's memory is measured
-
-    def load_into(self, space: NullSpace) -> None:
-        if not self.state:
-            fill_with_random(space)
-            copies: dict[int, Tensor] = {}  # parts that share a tensor still share it
-            self.state = {name: copies.setdefault(id(t), t.cpu()) for name, t in space.state_dict().items()}
-        else:
-            space.load_state_dict(self.state)
+def _finish_task(space: NullSpace, state: dict[str, Tensor]) -> None:
+    """Puts the space into its state after a task, which is decomposed once and serves all spaces of the same model."""
+    if state:
+        space.load_state_dict(state)
+    else:
+        fill_with_random(space)
+        copies: dict[int, Tensor] = {}  # parts that share a tensor still share it
+        # On the CPU, because the GPU's memory is measured.
+        state.update((name, copies.setdefault(id(t), t.cpu())) for name, t in space.state_dict().items())
 
 
-def _step_row(clock: Clock, case: Case, precision: str, finished: FinishedTask, batch: int) -> Row:
+def _step_row(clock: Clock, case: Case, precision: str, finished: dict[str, Tensor], batch: int) -> Row:
     model = build(case, clock.device)
     given = images(case, model, batch)
     labels = torch.arange(batch, device=clock.device) % CLASSES
+
+    def make(method: str, fast: bool = True) -> partial[None]:
+        """A step of the loop; every call takes the next step."""
+        loop = make_loop(method, model, setting("paper"), bf16=precision == "bf16", fast=fast)
+        if method == METHODS["projected"]:
+            _finish_task(cast(Any, loop.method).space, finished)
+        return new_step(loop, given, labels)
+
     with products(precision):  # the loop itself uses autocast
         peaks = {}
         for key, method in METHODS.items():
-            peaks[key] = _peak(clock, partial(_stepper, method, model, given, labels, precision, finished))
+            peaks[key] = _peak(clock, partial(make, method))
             free_memory()
-        steps = {key: _stepper(method, model, given, labels, precision, finished) for key, method in METHODS.items()}
+        steps = {key: make(method) for key, method in METHODS.items()}
         for step in steps.values():
             _warm_up(clock, step)
         seconds = replace(clock, budget=PATIENCE * clock.budget).in_turn(steps, IN_A_ROW)
@@ -170,29 +167,11 @@ def _step_row(clock: Clock, case: Case, precision: str, finished: FinishedTask, 
         row["recorded"] = all(getattr(step.func, "_recorded", None) is not None for step in steps.values())
     del steps
     with products(precision), without_kernels():
-        plain, peaks["plain"] = _plain(
-            clock, partial(_stepper, METHODS["sequential"], model, given, labels, precision, finished, False)
-        )
+        plain, peaks["plain"] = _plain(clock, partial(make, METHODS["sequential"], fast=False))
     row["plain_ms"] = None if plain is None else 1e3 * plain
     row["plain_/_sequential"] = None if plain is None else plain / seconds["sequential"]
     row |= {f"peak_GB_{key}": None if peak is None else peak / 1e9 for key, peak in peaks.items()}
     return row
-
-
-def _stepper(
-    method: str,
-    model: nn.Module,
-    given: Tensor,
-    labels: Tensor,
-    precision: str,
-    finished: FinishedTask,
-    fast: bool = True,
-) -> partial[None]:
-    """A step of the loop; every call takes the next step."""
-    loop = make_loop(method, model, setting("paper"), bf16=precision == "bf16", fast=fast)
-    if method == METHODS["projected"]:
-        finished.load_into(cast(Any, loop.method).space)
-    return new_step(loop, given, labels)
 
 
 def _warm_up(clock: Clock, step: partial[None]) -> None:
@@ -222,9 +201,7 @@ def _peak(clock: Clock, make: Callable[[], partial[None]]) -> int | None:
         return None
     step = make()
     step()
-    torch.cuda.reset_peak_memory_stats(clock.device)
-    clock.once(step)
-    return torch.cuda.max_memory_allocated(clock.device)
+    return clock.memory(step)[1]
 
 
 def measure_inference(clock: Clock, sizes: Sizes) -> Result:
@@ -246,7 +223,8 @@ def _inference_rows(clock: Clock, case: Case, precision: str) -> list[Row]:
             row: Row = {"model": case.model, "batch": batch, "precision": precision, "call_ms": 1e3 * seconds}
             if clock.device.type == "cuda":
                 fast = Recorded(partial(_predict, method, precision=precision), model.parameters)
-                seconds = clock.wall(partial(_without_gradients, fast, given))
+                with torch.no_grad():
+                    seconds = clock.wall(partial(fast, given))
                 row["recorded_ms"] = 1e3 * seconds if fast.recordings() else None
             row |= {"ms_per_image": 1e3 * seconds / batch, "images_per_second": batch / seconds}
             if clock.device.type == "cuda":
@@ -254,11 +232,6 @@ def _inference_rows(clock: Clock, case: Case, precision: str) -> list[Row]:
                 row["GPU_ms"] = 1e3 * own.seconds if own.queued else None
         rows.append(row)
     return rows
-
-
-@torch.no_grad()
-def _without_gradients(call: Recorded, given: Tensor) -> Tensor:
-    return call(given)
 
 
 @torch.no_grad()

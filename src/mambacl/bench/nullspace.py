@@ -5,7 +5,6 @@ task by one `eigh` per feature with one SVD per parameter; and both with the pre
 features are random: the times do not depend on them.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,17 +74,23 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
     tensors = dict(model.named_parameters())
     dense = {part: projector.dense() for part, projector in space.projectors().items()}
     difference = _largest_difference(space, dense, tensors)
+
+    def project() -> None:
+        space.projected_step.project(tensors, tensors)
+
+    def copied() -> dict[str, Tensor]:
+        return {name: tensors[name].detach().clone() for name in space.trained_names()}
+
     seconds = clock.in_turn({
-        "projection": lambda: space.projected_step.project(tensors, tensors),
-        "dense_loop": lambda: project_by_loop(space, dense, _copied(space, tensors), tensors),
+        "projection": project,
+        "dense_loop": lambda: project_by_loop(space, dense, copied(), tensors),
     })  # fmt: skip
     dense.clear()
     steps = _steps(clock, space)
     row: Row = {"model": case.model, "setting": name}
     row |= {f"{key}_ms": 1e3 * value for key, value in {**steps, **seconds}.items()}
     if clock.device.type == "cuda":
-        on_device = clock.on_device(lambda: space.projected_step.project(tensors, tensors))
-        row["projection_on_device_ms"] = 1e3 * on_device.seconds
+        row["projection_on_device_ms"] = 1e3 * clock.on_device(project).seconds
     row |= {
         "dense_loop_/_projection": seconds["dense_loop"] / seconds["projection"],
         "projected_/_adam": steps["projected"] / steps["adam"],
@@ -94,32 +99,19 @@ def _projection(clock: Clock, case: Case, name: str) -> Row:
         "planned_/_held": plan.projector_bytes / held,
         "largest_difference": difference,
     }
-    return row | _step_memory(clock, space, plan)
+    if clock.device.type == "cuda":  # the memory that a step needs in addition to what is held between steps
+        before, most = clock.memory(project)
+        row |= {"step_MB": (most - before) / 1e6, "planned_/_step": plan.step_bytes / max(1, most - before)}
+    return row
 
 
 def _steps(clock: Clock, space: NullSpace) -> dict[str, float]:
     """Seconds of Adam's step, plain and projected, each with its own optimizer."""
     for parameter in space.parameters():
         parameter.grad = torch.randn_like(parameter)
-    plain, wrapped = _adam(space, clock.device), space.wrap(_adam(space, clock.device))
-    return clock.in_turn({"adam": plain.step, "projected": wrapped.step})
-
-
-def _adam(space: NullSpace, device: torch.device) -> torch.optim.Optimizer:
-    return torch.optim.Adam(space.parameters(), lr=1e-4, fused=device.type == "cuda")
-
-
-def _step_memory(clock: Clock, space: NullSpace, plan: Plan) -> Row:
-    """The memory that a projected step needs in addition to what is held between steps, on a GPU."""
-    if clock.device.type != "cuda":
-        return {}
-    tensors = dict(space.model.named_parameters())
-    clock.synchronize()
-    torch.cuda.reset_peak_memory_stats(clock.device)
-    rest = torch.cuda.memory_allocated(clock.device)
-    clock.once(lambda: space.projected_step.project(tensors, tensors))
-    held = torch.cuda.max_memory_allocated(clock.device) - rest
-    return {"step_MB": held / 1e6, "planned_/_step": plan.step_bytes / max(1, held)}
+    fused = clock.device.type == "cuda"
+    plain, inner = (torch.optim.Adam(space.parameters(), lr=1e-4, fused=fused) for _ in range(2))
+    return clock.in_turn({"adam": plain.step, "projected": space.wrap(inner).step})
 
 
 @torch.no_grad()
@@ -131,10 +123,6 @@ def project_by_loop(
         if part.name in matrices:
             P, then, now = matrices[part.name], part.of(old[part.parameter]), part.of(new[part.parameter])
             now.copy_(then + (P @ (now - then) if part.side == "left" else (now - then) @ P))
-
-
-def _copied(space: NullSpace, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensors[name].detach().clone() for name in space.trained_names()}
 
 
 @torch.no_grad()
@@ -185,12 +173,12 @@ def _svd_seconds(clock: Clock, space: NullSpace, gathered: TaskStatistics) -> fl
     """The plain way: one dense matrix per parameter, from its own SVD."""
     keys = {protection.name: protection.key for protection in space.selection.projected()}
     sample, found = list(keys.items())[:SAMPLE], space.decompositions()
-    clock.synchronize()
-    started = time.perf_counter()
-    for name, key in sample:
-        dense_projector(gathered.covariances[key], found[name].rank, space.setting.eta, "none")
-    clock.synchronize()
-    return (time.perf_counter() - started) / len(sample) * len(keys)
+
+    def decompose_sample() -> None:
+        for name, key in sample:
+            dense_projector(gathered.covariances[key], found[name].rank, space.setting.eta, "none")
+
+    return clock.once(decompose_sample) / len(sample) * len(keys)
 
 
 def _warm_up(device: torch.device) -> None:

@@ -10,9 +10,10 @@ import inspect
 import shutil
 import subprocess
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,11 +47,18 @@ class Peer:
     plain: bool = False
     """whether it launches at least one kernel per step, in float32 and without groups"""
     one_group: bool = True
+    compiler: str = ""
+    """the program that compiles it when it is called"""
 
     def installed(self) -> bool:
-        return all(importlib.util.find_spec(module) is not None for module in self.modules)
+        found = all(importlib.util.find_spec(module) is not None for module in self.modules)
+        return found and (not self.compiler or shutil.which(self.compiler) is not None)
 
     def version(self) -> str:
+        if self.compiler:
+            command = [self.compiler, "-dumpfullversion", "-dumpversion"]
+            found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            return f"{self.compiler} {found or 'of unknown version'}"
         try:
             return version(self.package) if self.package else "unknown"
         except PackageNotFoundError:
@@ -62,17 +70,6 @@ class Peer:
             return False
         slow = self.plain and on_gpu and problem.shape.length > PLAIN_STEPS
         return not slow and (problem.dtype == torch.float32 or (on_gpu and not self.plain))
-
-
-@dataclass(frozen=True)
-class CompiledLoop(Peer):
-    """The loop in C, which needs a compiler instead of a package."""
-
-    def installed(self) -> bool:
-        return c_compiler() is not None
-
-    def version(self) -> str:
-        return c_compiler_version()
 
 
 def ours(problem: Problem, threads: int) -> Call:
@@ -106,14 +103,10 @@ class _OflexScan(torch.autograd.Function):
 
 def vmamba(problem: Problem, threads: int) -> Call:
     given = problem.inputs
-    tensors = [given[name] for name in ("u", "delta", "A", "B", "C", "D", "delta_bias")]
+    u, delta, A, B, C, D, bias = (given[name] for name in ("u", "delta", "A", "B", "C", "D", "delta_bias"))
     if problem.shape.groups == 1:  # it always takes groups, and no z
-        return lambda: _OflexScan.apply(*_with_groups(tensors)) * F.silu(given["z"])
-    return lambda: _OflexScan.apply(*tensors)
-
-
-def _with_groups(tensors: list[Tensor]) -> list[Tensor]:
-    return [M[:, None] if number in (3, 4) else M for number, M in enumerate(tensors)]
+        return lambda: _OflexScan.apply(u, delta, A, B[:, None], C[:, None], D, bias) * F.silu(given["z"])
+    return lambda: _OflexScan.apply(u, delta, A, B, C, D, bias)
 
 
 def transformers(problem: Problem, threads: int) -> Call:
@@ -130,20 +123,11 @@ def transformers_function() -> Callable[..., Tensor]:
     return inspect.unwrap(mamba_selective_scan)
 
 
-def mamba_py(problem: Problem, threads: int) -> Call:
-    from mambapy.mamba import MambaBlock
-
-    return _mamba_py_call(problem, MambaBlock.selective_scan)
-
-
-def mamba_py_sequential(problem: Problem, threads: int) -> Call:
-    from mambapy.mamba import MambaBlock
-
-    return _mamba_py_call(problem, MambaBlock.selective_scan_seq)
-
-
-def _mamba_py_call(problem: Problem, scan: Callable[..., Tensor]) -> Call:
+def mamba_py(problem: Problem, threads: int, method: str = "selective_scan") -> Call:
     """A call of a method of its block, which reads only the sizes from the block."""
+    from mambapy.mamba import MambaBlock
+
+    scan = getattr(MambaBlock, method)
     shape = problem.shape
     block = SimpleNamespace(config=SimpleNamespace(d_inner=shape.channels, d_state=shape.states))
 
@@ -205,12 +189,7 @@ def fastest(calls: Iterable[Call]) -> Call:
 
     def seconds(call: Call) -> float:
         call()
-        times = []
-        for _ in range(ENGINE_TRIALS):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return min(times)
+        return min(timeit.repeat(call, number=1, repeat=ENGINE_TRIALS))
 
     return min(list(calls), key=seconds)
 
@@ -218,8 +197,8 @@ def fastest(calls: Iterable[Call]) -> Call:
 # A plain loop in C shows what a compiler makes of the recurrence. It loops over channels, then time, then states, as
 # ggml's `ssm_scan` does. With ggml's compiler flags it computes one exponential at a time; with relaxed arithmetic, GCC
 # with glibc computes a vector of them.
+C_COMPILER = "cc"
 C_FLAGS = ("-O3", "-march=native", "-std=c11", "-shared", "-fPIC")
-C_RELAXED = (*C_FLAGS, "-ffast-math")
 C_SOURCE = r"""
 #include <math.h>
 #include <stdlib.h>
@@ -260,37 +239,17 @@ int scan(const float *u, const float *delta, const float *A, const float *B, con
 """
 
 
-def c_compiler() -> str | None:
-    return shutil.which("cc")
-
-
-def c_compiler_version() -> str:
-    found = subprocess.run([str(c_compiler()), "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
-    return f"cc {found.stdout.strip() or 'of unknown version'}"
-
-
-def compiled(flags: Sequence[str] = C_FLAGS) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "scan.c", Path(folder) / "scan.so"
-        source.write_text(C_SOURCE, encoding="utf-8")
-        command = [str(c_compiler()), *flags, str(source), "-o", str(library), "-lm"]
-        subprocess.run(command, check=True, capture_output=True)
-        return ctypes.CDLL(str(library))  # it stays loaded after the file is deleted
-
-
-def compiled_loop(problem: Problem, threads: int) -> Call:
-    return _compiled_call(problem, C_FLAGS)
-
-
-def relaxed_loop(problem: Problem, threads: int) -> Call:
-    return _compiled_call(problem, C_RELAXED)
-
-
-def _compiled_call(problem: Problem, flags: tuple[str, ...]) -> Call:
+def compiled_loop(problem: Problem, threads: int, flags: Sequence[str] = C_FLAGS) -> Call:
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     tensors = [problem.inputs[name].detach() for name in names]
     y = torch.empty_like(tensors[0])
-    shape, scan = problem.shape, compiled(flags).scan
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "scan.c", Path(folder) / "scan.so"
+        source.write_text(C_SOURCE, encoding="utf-8")
+        command = [C_COMPILER, *flags, str(source), "-o", str(library), "-lm"]
+        subprocess.run(command, check=True, capture_output=True)
+        scan = ctypes.CDLL(str(library)).scan  # it stays loaded after the file is deleted
+    shape = problem.shape
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, y)]
     sizes = [ctypes.c_long(size) for size in (shape.batch, shape.channels, shape.length, shape.states)]
 
@@ -315,9 +274,15 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer("transformers", transformers, "pip install transformers", ("transformers",), "transformers", BOTH, True, True),
     Peer("mamba.py", mamba_py, "pip install mambapy", ("mambapy",), "mambapy", BOTH, True, True),
-    Peer("mamba.py sequential", mamba_py_sequential, "pip install mambapy", ("mambapy",), "mambapy", BOTH, True, True),
+    Peer(
+        "mamba.py sequential", partial(mamba_py, method="selective_scan_seq"), "pip install mambapy", ("mambapy",),
+        "mambapy", BOTH, True, True,
+    ),
     Peer("ONNX Runtime", onnx_runtime, "pip install onnx onnxruntime", ("onnx", "onnxruntime"), "onnxruntime"),
     Peer("OpenVINO", openvino, "pip install openvino", ("openvino",), "openvino"),
-    CompiledLoop("loop in C", compiled_loop, "a C compiler named cc"),
-    CompiledLoop("loop in C, -ffast-math", relaxed_loop, "a C compiler named cc"),
+    Peer("loop in C", compiled_loop, "a C compiler named cc", compiler=C_COMPILER),
+    Peer(
+        "loop in C, -ffast-math", partial(compiled_loop, flags=(*C_FLAGS, "-ffast-math")), "a C compiler named cc",
+        compiler=C_COMPILER,
+    ),
 )  # fmt: skip

@@ -9,7 +9,6 @@ loss of a fixed A at the same drift, interpolated. Takes about 4 minutes on two 
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.backbones import create_model
-from mambacl.bench.options import check_at_least_one, check_writable
-from mambacl.bench.result import Result, publish
+from mambacl.bench.result import Result, quiet
 from mambacl.config import resolve
 from mambacl.data import open_stream
 from mambacl.data.stream import Stream
-from mambacl.log import logger
 from mambacl.nullspace import NullSpace
 from mambacl.training.build import pick_device
 
@@ -43,20 +40,13 @@ NOTES = (
 )
 
 
-def relaxation(
-    device: str = "auto", seeds: int = 3, passes: int = 3, lr: float = 2e-3, json_file: Path | None = None
-) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file."""
+@quiet(logging.WARNING)
+def measure(device: str, seeds: int, passes: int, lr: float) -> Result:
     where = pick_device(device)
-    check_at_least_one(seeds=seeds, passes=passes)
-    check_writable(json_file)
-    logger.setLevel(logging.WARNING)
-    result = as_result([measure(where, seed, passes, lr) for seed in range(seeds)])
-    options = {"device": device, "seeds": seeds, "passes": passes, "lr": lr}
-    return publish(result, where, options, json_file)
+    return as_result([measure_seed(where, seed, passes, lr) for seed in range(seeds)])
 
 
-def measure(
+def measure_seed(
     device: torch.device,
     seed: int,
     passes: int,

@@ -1,12 +1,14 @@
 """The results of a benchmark: rows of named values, shown as a table and saved as JSON."""
 
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -15,13 +17,16 @@ from typing import Any
 
 import torch
 
+from mambacl.errors import UserError
 from mambacl.files import write_bytes
+from mambacl.log import logger
 from mambacl.reports.rendering import to_text
 from mambacl.reports.tables import Column, Table
+from mambacl.training.build import pick_device
 from mambacl.training.loop import versions
 
 Figure = str | bool | int | float | None
-Row = dict[str, Figure]
+Row = dict[str, Any]  # of figures
 
 
 @dataclass
@@ -32,26 +37,22 @@ class Result:
     left_out: tuple[str, ...] = ()
     """columns that the table does not show"""
 
-    def columns(self) -> list[str]:
-        """The table's columns: those with a value in some row."""
-        names = dict.fromkeys(name for row in self.rows for name in row if name not in self.left_out)
-        return [name for name in names if any(row.get(name) is not None for row in self.rows)]
-
     def as_dict(self) -> dict[str, Any]:
         return {"title": self.title, "rows": self.rows, "notes": self.notes}
 
 
-def text(result: Result, width: int = 120) -> str:
-    """The table, however wide, with its notes below."""
-    names = result.columns()
-    columns = tuple(Column(name.replace("_", " "), text=_holds_words(result.rows, name)) for name in names)
+def text(result: Result) -> str:
+    """The table, however wide, with its notes below. Leaves out columns without a value."""
+    shown_names = dict.fromkeys(name for row in result.rows for name in row if name not in result.left_out)
+    names = [name for name in shown_names if any(row.get(name) is not None for row in result.rows)]
+    worded = {name for row in result.rows for name, figure in row.items() if isinstance(figure, (str, bool))}
+    columns = tuple(Column(name.replace("_", " "), text=name in worded) for name in names)
     rows = tuple(tuple(shown(row.get(name)) for name in names) for row in result.rows)
-    notes = [textwrap.fill(note, width, break_on_hyphens=False) for note in result.notes]
-    return to_text(Table(result.title, columns, rows, tuple(notes)), sys.maxsize)
+    return to_text(Table(result.title, columns, rows, tuple(map(wrapped, result.notes))), sys.maxsize)
 
 
-def _holds_words(rows: Sequence[Row], name: str) -> bool:
-    return any(isinstance(row.get(name), (str, bool)) for row in rows)
+def wrapped(note: str) -> str:
+    return textwrap.fill(note, 120, break_on_hyphens=False)
 
 
 def shown(figure: Figure) -> str | None:
@@ -63,29 +64,40 @@ def shown(figure: Figure) -> str | None:
     return None if figure is None else str(figure)
 
 
-def record(
-    device: torch.device, options: Mapping[str, Any], copies: float, parts: Mapping[str, Result]
-) -> dict[str, Any]:
-    """All results, with the machine and the options."""
-    return {
-        **header(device, options),
-        "copy_bytes_per_second": copies,
-        "parts": {name: result.as_dict() for name, result in parts.items()},
-    }
-
-
-def publish(
-    result: Result,
-    device: torch.device,
-    options: Mapping[str, Any],
-    json_file: Path | None = None,
-    show: Callable[[str], object] = print,
-) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file."""
-    show(text(result))
+def publish(measure: Callable[..., Result], json_file: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Measures with these options and shows a table. Returns the contents of the JSON file."""
+    device = pick_device(options.get("device", "cpu"))
+    check_writable(json_file)
+    result = measure(**options)
+    print(text(result))
     made = {**header(device, options), **result.as_dict()}
     save(made, json_file)
     return made
+
+
+@contextmanager
+def quiet(level: int = logging.ERROR) -> Iterator[None]:
+    """Hides the messages of models and runs below a level."""
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises before anything is measured if the results cannot be written."""
+    if path is None:
+        return
+    new = not path.exists()
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another --json FILE.") from None
+    if new:
+        path.unlink()
 
 
 def save(made: Mapping[str, Any], json_file: Path | None) -> None:
@@ -101,7 +113,7 @@ def header(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(device),
         "versions": all_versions(),
-        "options": dict(options),
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
     }
 
 

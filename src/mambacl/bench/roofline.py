@@ -63,14 +63,10 @@ def ceilings(clock: Clock, copied: float) -> Ceilings:
     """`copied`: bytes per second that a copy reads and writes."""
     if clock.device.type == "cuda":
         return Ceilings(copied, *_on_gpu(clock), shared=False)
-    products = _on_cpu(clock)
-    return Ceilings(copied, products / EXPONENTIAL, products, shared=True)
-
-
-def _on_cpu(clock: Clock) -> float:
     matrix, product = torch.rand(SIDE, SIDE), torch.empty(SIDE, SIDE)
     times = clock.in_rounds({"product": lambda: torch.mm(matrix, matrix, out=product)})
-    return SIDE**3 / min(times["product"])
+    products = SIDE**3 / min(times["product"])
+    return Ceilings(copied, products / EXPONENTIAL, products, shared=True)
 
 
 def _on_gpu(clock: Clock) -> tuple[float, float]:
@@ -147,19 +143,12 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
 
 def _rows(clock: Clock, name: str, problem: Problem, ceiling: Ceilings) -> list[Row]:
     call, itemsize = OURS.prepare(problem, torch.get_num_threads()), problem.dy.element_size()
-
-    def both() -> object:
-        return torch.autograd.grad(call(), list(problem.inputs.values()), problem.dy)
-
     with torch.no_grad():
-        forward_row = _row(clock, call, forward_work(problem.shape, itemsize), ceiling, "forward")
-    rows = [forward_row, _row(clock, both, training_work(problem.shape, itemsize), ceiling, "backward")]
-    dtype = str(problem.dtype).removeprefix("torch.")
-    calls = ("forward", "forward and backward")
-    return [
-        {"shape": name, "size": str(problem.shape), "inputs": dtype, "call": which, **row}
-        for which, row in zip(calls, rows, strict=True)
-    ]
+        forward = _row(clock, call, forward_work(problem.shape, itemsize), ceiling, "forward")
+    work = training_work(problem.shape, itemsize)
+    both = _row(clock, lambda: problem.gradients(call()), work, ceiling, "backward")
+    common = {"shape": name, "size": str(problem.shape), "inputs": problem.inputs_dtype}
+    return [{**common, "call": "forward", **forward}, {**common, "call": "forward and backward", **both}]
 
 
 def _row(clock: Clock, call: Callable[[], object], work: Work, ceiling: Ceilings, kernel: str) -> Row:

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench.options import check_at_least_one, check_writable
-from mambacl.bench.result import Result, Row, publish
+from mambacl.bench.result import Result, Row
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
 from mambacl.config import RunConfig, resolve
+from mambacl.options import merge
 from mambacl.training.api import Run, train
-from mambacl.training.build import pick_device
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import PHASES
 
@@ -36,12 +35,10 @@ def configuration(
     sizes: Sizes, root: Path | None, device: str, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The configuration: CIFAR-100 if `root` has its files, else the packaged images."""
-    overrides: dict[str, Any] = {**sizes.run, "device": device, "out": str(folder)}
-    for group, values in (changes or {}).items():
-        overrides[group] = {**overrides.get(group, {}), **values}
+    overrides = merge(merge(sizes.run, {"device": device, "out": str(folder)}), changes or {})
     if root is None:
         return resolve(PACKAGED, overrides)
-    return resolve(CIFAR, {**overrides, "stream": {**overrides.get("stream", {}), "root": str(root)}})
+    return resolve(CIFAR, merge(overrides, {"stream": {"root": str(root)}}))
 
 
 def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
@@ -52,54 +49,29 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
         started = time.perf_counter()
         run = train(config)
         seconds = time.perf_counter() - started
-        trained = _images(run.folder)
+        trained = sum(RunFolder(run.folder).stream()["train"])  # images of all tasks
     phases = run.results["seconds"]
     row: Row = {"preset": config.name, "seconds": seconds}
     row |= {f"{phase}_s": phases[phase] for phase in PHASES}
     row["rest_s"] = seconds - sum(phases[phase] for phase in PHASES)
     row["images_per_second"] = run.results["images_per_second"]
     row["final_accuracy_per_cent"] = 100 * run.metrics["final_accuracy_tasks"]
-    words = {
-        "preset": config.name,
-        "precision": config.precision,
-        "tasks": len(run.results["tasks"]),
-        "passes": config.training.passes,
-    }
-    notes = [note.format(**words, images=trained) for note in NOTES]
+    tasks, passes = len(run.results["tasks"]), config.training.passes
+    words = {"preset": config.name, "precision": config.precision, "tasks": tasks, "passes": passes, "images": trained}
+    notes = [note.format(**words) for note in NOTES]
     notes += [GPU_NOTE] if clock.device.type == "cuda" else []
     return Result(f"A complete run on {clock.device.type}", [row], notes)
 
 
-def _images(folder: Path) -> int:
-    """Training images of all tasks."""
-    return sum(RunFolder(folder).stream()["train"])
-
-
-def precision(
-    preset: str = CIFAR,
-    root: Path | None = None,
-    out: Path = Path("runs/precision"),
-    seeds: int = 3,
-    device: str = "auto",
-    json_file: Path | None = None,
-) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file. `root` has the data set's files."""
-    where = pick_device(device)
-    check_at_least_one(seeds=seeds)
-    check_writable(json_file)
-    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
-    result = compare_precisions(preset, out, seeds, changes)
-    options = {"preset": preset, "root": root and str(root), "out": str(out), "seeds": seeds, "device": device}
-    return publish(result, where, options, json_file)
-
-
 def compare_precisions(
-    preset: str | Mapping[str, Any], out: Path, seeds: int, changes: Mapping[str, Any] | None = None
+    preset: str | Mapping[str, Any], root: Path | None, out: Path, seeds: int, device: str
 ) -> Result:
+    """Trains a preset with each precision and seed. `root` has the data set's files."""
+    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
     found: dict[str, list[Run]] = {name: [] for name in PRECISIONS}
     for seed in range(seeds):
         for name, runs in found.items():
-            runs.append(train(preset, seed=seed, precision=name, out=str(out / f"{name}-{seed}"), **(changes or {})))
+            runs.append(train(preset, seed=seed, precision=name, out=str(out / f"{name}-{seed}"), **changes))
     result = Result("Accuracy by precision", notes=list(PRECISION_NOTES))
     for name, runs in found.items():
         figures = {

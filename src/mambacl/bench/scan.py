@@ -1,13 +1,11 @@
 """Part `scan`: the recurrence alone, forward and backward, by each backend, compared with the bytes that must move."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from mambacl.bench.models import free_memory
+from mambacl.bench.peers import PLAIN_STEPS
 from mambacl.bench.result import Result, Row
 from mambacl.bench.shapes import MAMBA_SSM, MAMBA_SSM_GPU, MAMBA_SSM_MS, Shape
 from mambacl.bench.sizes import Sizes
@@ -24,7 +22,6 @@ NOTES = (
     "over fastest: forward and backward together, relative to the fastest backend for that shape and type. All compute "
     "in float32; the time includes the conversion from bfloat16.",
 )
-PLAIN_STEPS = 256  # on a GPU, plain backends are too slow for longer scans
 GPU_NOTES = (
     "queued: the GPU never waited for Python. alone: forward and backward of a single call until its result is ready, "
     "including launches.",
@@ -36,23 +33,6 @@ MAMBA_SSM_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Scan:
-    """One scan to time: inputs and a backend."""
-
-    inputs: list[Tensor]
-    backend: str
-
-    def forward(self) -> Tensor:
-        u, delta, A, B, C = self.inputs
-        return scan_tokens(u, delta, A, B, C, backend=self.backend)[0]
-
-    def backward_of_one(self) -> Callable[[], object]:
-        y = self.forward()
-        dy = torch.ones_like(y)
-        return lambda: torch.autograd.grad(y, self.inputs, dy, retain_graph=True)
-
-
 def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
     """`speed`: bytes per second that a copy reads and writes."""
     result = Result(f"Selective scan on {clock.device.type}", left_out=LEFT_OUT)
@@ -62,9 +42,9 @@ def measure(clock: Clock, sizes: Sizes, speed: float) -> Result:
             some = [backend for backend in backends if worthwhile(backend, shape, dtype, clock.device)]
             found = [_row(clock, name, shape, dtype, backend, speed, result) for backend in some]
             rows = [row for row in found if row is not None]
-            fastest = min((_total(row) for row in rows), default=1.0)
-            for row in rows:
-                row["over_fastest"] = _total(row) / fastest
+            totals = [row["forward_ms"] + row["backward_ms"] for row in rows]
+            for row, total in zip(rows, totals, strict=True):
+                row["over_fastest"] = total / min(totals)
                 _compare(row, clock.device)
             result.rows += rows
     on_gpu = clock.device.type == "cuda"
@@ -87,11 +67,13 @@ def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed:
     if backend == "reference" and shape.graph_bytes() > _available_bytes(clock.device) / 2:
         result.notes.append(f"{name}: the graph of the reference does not fit into memory.")
         return None
-    scan = Scan(shape.inputs(clock.device, getattr(torch, dtype)), backend)
-    floors = [count / speed for count in shape.floor_bytes(scan.inputs[0].element_size())]
+    inputs = u, delta, A, B, C = shape.inputs(clock.device, getattr(torch, dtype))
+    floors = [count / speed for count in shape.floor_bytes(u.element_size())]
     try:
-        forward = clock.on_device(scan.forward)
-        backward = clock.on_device(scan.backward_of_one())
+        forward = clock.on_device(lambda: scan_tokens(u, delta, A, B, C, backend)[0])
+        y, _ = scan_tokens(u, delta, A, B, C, backend)
+        dy = torch.ones_like(y)
+        backward = clock.on_device(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
     except UserError:
         return None
     except torch.cuda.OutOfMemoryError:
@@ -115,12 +97,6 @@ def _row(clock: Clock, name: str, shape: Shape, dtype: str, backend: str, speed:
     return row
 
 
-def _total(row: Row) -> float:
-    forward, backward = row["forward_ms"], row["backward_ms"]
-    assert isinstance(forward, float) and isinstance(backward, float)
-    return forward + backward
-
-
 def _compare(row: Row, device: torch.device) -> None:
     """Compares with mamba-ssm's kernels, if they were timed on this kind of GPU."""
     if device.type != "cuda" or MAMBA_SSM_GPU not in torch.cuda.get_device_name(device):
@@ -129,9 +105,7 @@ def _compare(row: Row, device: torch.device) -> None:
     if recorded is None:
         return
     for way, theirs in zip(("forward", "backward"), recorded, strict=True):
-        ours = row[f"{way}_ms"]
-        assert isinstance(ours, float)
-        row[f"mamba-ssm_/_ours_{way}"] = theirs / ours
+        row[f"mamba-ssm_/_ours_{way}"] = theirs / row[f"{way}_ms"]
 
 
 def _available_bytes(device: torch.device) -> int:

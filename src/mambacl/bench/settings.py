@@ -6,22 +6,16 @@ one is recorded, before the first task and after each.
 """
 
 import logging
-import time
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mambacl.backbones import create_model
 from mambacl.bench.models import CLASSES, make_loop, new_step, products
-from mambacl.bench.options import check_at_least_one, check_writable
-from mambacl.bench.result import Result, publish
+from mambacl.bench.result import Result, quiet
 from mambacl.bench.timing import Clock
 from mambacl.data import StreamConfig, TransformConfig, open_stream
-from mambacl.errors import UserError
-from mambacl.log import logger
 from mambacl.nullspace import Setting
 from mambacl.nullspace.settings import setting_named
 from mambacl.training.build import pick_device
@@ -40,27 +34,12 @@ NOTES = (
 )
 
 
-def settings(
-    device: str = "auto",
-    batch: int = 200,
-    precision: str = "bf16",
-    tasks: int = 3,
-    images: int = 500,
-    json_file: Path | None = None,
-) -> dict[str, Any]:
-    """Shows a table. Returns the contents of the JSON file. `images`: per task, for the covariances."""
-    where = pick_device(device)
-    check_at_least_one(batch=batch, images=images)
-    if not 1 <= tasks <= TASKS:
-        raise UserError(f"--tasks must be between 1 and {TASKS}, got {tasks}.")
-    check_writable(json_file)
-    logger.setLevel(logging.WARNING)
-    result = measure(Clock(where, 50, 5.0), batch, precision, tasks, images)
-    options = {"device": device, "batch": batch, "precision": precision, "tasks": tasks, "images": images}
-    return publish(result, where, options, json_file)
-
-
-def measure(clock: Clock, batch: int, precision: str, tasks: int, images: int) -> Result:
+@quiet(logging.WARNING)
+def measure(
+    device: str, batch: int, precision: str, tasks: int, images: int, repeats: int = 50, budget: float = 5.0
+) -> Result:
+    """`images`: per task, for the covariances."""
+    clock = Clock(pick_device(device), repeats, budget)
     transforms = TransformConfig(image_size=PIXELS)
     stream = open_stream(
         StreamConfig(tasks=TASKS, transforms=transforms), PIXELS, [0.5] * 3, [0.5] * 3, 0, 0, clock.device
@@ -104,11 +83,7 @@ class Stepper:
     def first_steps(self) -> float:
         """Seconds of a new optimizer's steps until one is recorded and replayed."""
         self.step = new_step(self.loop, self.images, self.labels)
-        started = time.perf_counter()
-        for _ in range(WARM_UP + 2):
-            self()
-        self.clock.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = (WARM_UP + 2) * self.clock.once(self, WARM_UP + 2)
         if self.images.is_cuda and getattr(self.step.func, "_recorded", None) is None:
             raise RuntimeError("The step was not recorded.")
         return seconds

@@ -1,9 +1,18 @@
 """Selective scans to time: shapes by name, inputs of a shape, and mamba-ssm's recorded times on an H200."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mambacl.errors import UserError
+from mambacl.registry import did_you_mean
+
+
+def _normal(device: torch.device) -> Callable[..., Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *sizes: torch.randn(sizes, generator=generator, device=device)
 
 
 @dataclass(frozen=True)
@@ -16,11 +25,7 @@ class Shape:
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """u, delta (b, l, d), A (d, n), always in float32, B, C (b, l, g, n); steps as in a trained model."""
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
-
+        normal = _normal(device)
         tokens, matrices = (self.batch, self.length, self.channels), (self.batch, self.length, self.groups, self.states)
         delta = torch.nn.functional.softplus(normal(*tokens) - 3.0)
         A = -torch.arange(1.0, self.states + 1, device=device).repeat(self.channels, 1)
@@ -61,17 +66,21 @@ class Problem:
     def dtype(self) -> torch.dtype:
         return self.dy.dtype
 
+    @property
+    def inputs_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def gradients(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of all inputs."""
+        return torch.autograd.grad(y, list(self.inputs.values()), self.dy)
+
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.inputs.values(), self.dy))
 
 
 def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
     """Random inputs with steps as in a trained model, softplus(delta + delta_bias) of about 0.05."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device=device)
-
+    normal = _normal(device)
     tokens = (shape.batch, shape.channels, shape.length)
     matrices = (shape.batch, *([shape.groups] if shape.groups > 1 else []), shape.states, shape.length)
     inputs = {
@@ -108,6 +117,13 @@ SHAPES: dict[str, Shape] = {
 }
 CPU_SHAPES = ("nano-1", "nano-8", "cpu", "defocus-l-1")  # small enough for one core
 GPU_SHAPES = tuple(name for name in SHAPES if name not in CPU_SHAPES)
+
+
+def shape_named(name: str) -> Shape:
+    if name not in SHAPES:
+        raise UserError(f"There is no shape '{name}'.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
 
 MAMBA_SSM = "mamba-ssm's CUDA kernels, H200, torch 2.11"
 MAMBA_SSM_GPU = "H200"

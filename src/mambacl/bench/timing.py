@@ -50,10 +50,18 @@ class Clock:
         self.synchronize()
         return (time.perf_counter() - started) / calls
 
-    def wall(self, call: Callable[[], object], calls: int = 1) -> float:
+    def memory(self, call: Callable[[], object]) -> tuple[int, int]:
+        """Bytes on the GPU before a call, and the most during it."""
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         self.once(call)
-        first = self.once(call, calls)
-        return statistics.median([first, *(self.once(call, calls) for _ in range(self.more(first * calls)))])
+        return before, torch.cuda.max_memory_allocated(self.device)
+
+    def wall(self, call: Callable[[], object]) -> float:
+        self.once(call)
+        first = self.once(call)
+        return statistics.median([first, *(self.once(call) for _ in range(self.more(first)))])
 
     def in_turn(self, calls: Mapping[str, Callable[[], object]], most_in_a_row: int = 1) -> dict[str, float]:
         """Wall times of several calls. All are in every round, so that a busy moment affects all of them. Short ones

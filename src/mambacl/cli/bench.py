@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from mambacl.config import Device
 from mambacl.errors import UserError
-from mambacl.options import at_least
+from mambacl.options import Must, at_least
 
 
 def _parts() -> str:  # a function, because the names need PyTorch
@@ -74,16 +74,19 @@ def bench_settings(
     device: Where = "auto",
     batch: Annotated[int, "images per step", at_least(1)] = 200,
     precision: Annotated[Literal["float32", "tf32", "bf16"], "precision of the step"] = "bf16",
-    tasks: Annotated[int, "tasks to consolidate first, at most 5", at_least(1)] = 3,
+    tasks: Annotated[
+        int, "tasks to consolidate first, at most 5", Must("be between 1 and 5", range(1, 6).__contains__)
+    ] = 3,
     images: Annotated[int, "images per task, for the covariances", at_least(1)] = 500,
     json: Json = None,
 ) -> int:
     """time a training step after some consolidated tasks in each setting: sequential, public-code, exact
 
     Covariances come from the packaged images, so that ranks are realistic."""
-    from mambacl.bench.settings import settings
+    from mambacl.bench.result import publish
+    from mambacl.bench.settings import measure
 
-    settings(device, batch, precision, tasks, images, json)
+    publish(measure, json, device=device, batch=batch, precision=precision, tasks=tasks, images=images)
     return 0
 
 
@@ -99,9 +102,10 @@ def bench_precision(
     """compare complete runs in float32, tf32 and bf16 over several seeds: accuracy, forgetting, seconds
 
     Finished runs in the folder are not trained again."""
-    from mambacl.bench.runs import precision
+    from mambacl.bench.result import publish
+    from mambacl.bench.runs import compare_precisions
 
-    precision(preset, root, out, seeds, device, json)
+    publish(compare_precisions, json, preset=preset, root=root, out=out, seeds=seeds, device=device)
     return 0
 
 
@@ -115,8 +119,9 @@ def bench_busy(
 
     Takes about a minute on two cores."""
     from mambacl.bench.busy import busy
+    from mambacl.bench.result import publish
 
-    busy(long, others, json)
+    publish(busy, json, long=long, others=others)
     return 0
 
 
@@ -131,7 +136,8 @@ def bench_relaxation(
     """measure what training A gains, at equal drift of the old features
 
     docs/exact.md explains it. Takes about 4 minutes on two cores, one on an H200."""
-    from mambacl.bench.relaxation import relaxation
+    from mambacl.bench.relaxation import measure
+    from mambacl.bench.result import publish
 
-    relaxation(device, seeds, passes, lr, json)
+    publish(measure, json, device=device, seeds=seeds, passes=passes, lr=lr)
     return 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.mamba_ssm_compat.conv import causal_conv1d_fn, causal_conv1d_update
 from mambacl.mamba_ssm_compat.scan import selective_scan_fn, selective_state_update
+from mambacl.ops.precision import at_least_float32
 
 States = tuple[Tensor, Tensor]
 
@@ -114,10 +115,8 @@ class Mamba(nn.Module):
             back = self._direction(x.flip(-1), z.flip(-1), "_b", "A_b_log").flip(-1)
             y = self._direction(x, z, "", "A_log", states) + back
             y = y / 2 if self.if_divide_out else y
-        elif self.bimamba_type == "v1":
-            y = self._direction(x, z, "", "A_log", states, second="A_b_log")
         else:
-            y = self._direction(x, z, "", "A_log", states)
+            y = self._direction(x, z, "", "A_log", states, second="A_b_log" if self.bimamba_type == "v1" else "")
         out = self.out_proj(y.mT)
         return out if self.init_layer_scale is None else out * self.gamma
 
@@ -137,7 +136,9 @@ class Mamba(nn.Module):
 
         def scan(A_log: str, *tokens: Tensor) -> tuple[Tensor, Tensor]:
             x, delta, B, C, z = tokens
-            found = selective_scan_fn(x, delta, _rates(getattr(self, A_log)), B, C, D, z, dt_proj.bias, True, True)
+            found = selective_scan_fn(
+                x, delta, -torch.exp(at_least_float32(getattr(self, A_log))), B, C, D, z, dt_proj.bias, True, True
+            )
             assert isinstance(found, tuple)
             return found
 
@@ -159,10 +160,8 @@ class Mamba(nn.Module):
         x, z = self.in_proj(hidden_states.squeeze(1)).chunk(2, dim=-1)  # (b, d) each
         x = causal_conv1d_update(x, conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation)
         dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        dt = F.linear(dt, self.dt_proj.weight)
-        y = selective_state_update(
-            ssm_state, x, dt, _rates(self.A_log), B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True
-        )
+        dt, A = F.linear(dt, self.dt_proj.weight), -torch.exp(at_least_float32(self.A_log))
+        y = selective_state_update(ssm_state, x, dt, A, B, C, self.D, z=z, dt_bias=self.dt_proj.bias, dt_softplus=True)
         return self.out_proj(y).unsqueeze(1), conv_state, ssm_state
 
     def allocate_inference_cache(
@@ -183,8 +182,3 @@ class Mamba(nn.Module):
             for state in kept[self.layer_idx]:
                 state.zero_()
         return kept[self.layer_idx]
-
-
-def _rates(A_log: Tensor) -> Tensor:
-    """A = -exp(A_log), in float32 or better."""
-    return -torch.exp(A_log.to(torch.promote_types(torch.float32, A_log.dtype)))

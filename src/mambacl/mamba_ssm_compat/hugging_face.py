@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mambacl.errors import UserError
 from mambacl.mamba_ssm_compat.conv import causal_conv1d_fn, causal_conv1d_update
@@ -21,10 +21,7 @@ from mambacl.mamba_ssm_compat.scan import selective_scan_fn, selective_state_upd
 
 TESTED = "5.15 to 5.22"
 ARCHITECTURES = ("mamba", "falcon_mamba", "jamba")
-_SCAN = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state")
-_STEP = ("state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z")
-_CONV = ("hidden_states", "weight", "bias", "activation")
-_CONV_STEP = ("hidden_states", "conv_state", "weight", "bias", "activation")
+ACTIVATIONS = (None, "silu", "swish")  # those of mambacl's convolution
 
 
 def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
@@ -38,10 +35,13 @@ def accelerate_transformers(model: nn.Module | None = None) -> list[str]:
         _check(module)
     for module in modules:
         if module.__name__ not in _originals:
-            names = [name for name in _REPLACEMENTS if hasattr(module, name)]
+            names = [
+                name for name in (*_REPLACEMENTS, "mamba_inner_fn") if hasattr(module, name)
+            ]  # Zamba lacks the last
             _originals[module.__name__] = {name: getattr(module, name) for name in names}
             for name in names:
-                setattr(module, name, _REPLACEMENTS[name][0](getattr(module, name)))
+                original = getattr(module, name)
+                setattr(module, name, _replaced(original, name) if name in _REPLACEMENTS else _inner)
     return [module.__name__ for module in modules]
 
 
@@ -53,101 +53,47 @@ def restore_transformers() -> None:
     _originals.clear()
 
 
-def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replaced(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    function, parameters = _REPLACEMENTS[name]
+    known = inspect.signature(function).parameters
+
     @functools.wraps(_function(original))
-    def mamba_selective_scan(
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_exporting():  # an exported program must not depend on mambacl
-            return original(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
-        return selective_scan_fn(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters.values(), args, strict=False))
+        given |= {parameters.get(name, name): value for name, value in kwargs.items()}
+        exporting = torch.compiler.is_exporting()  # an exported program must not depend on mambacl
+        if exporting or given.get("activation") not in ACTIVATIONS:
+            return original(*args, **kwargs)
+        return function(**{name: value for name, value in given.items() if name in known})
 
-    return mamba_selective_scan
+    return call
 
 
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def mamba_selective_state_update(
-        state: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        z: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if torch.compiler.is_exporting():
-            return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **kwargs)
-        return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
-
-    return mamba_selective_state_update
+def _inner(*args: Any, **kwargs: Any) -> None:
+    """Returning None makes transformers call the other functions instead. Together they are as fast, and transformers
+    masks padding between them, which mamba-ssm's fused call does not."""
 
 
-def _conv(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def conv(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        seq_idx: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_exporting() or activation not in (None, "silu", "swish"):
-            return original(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx, **kwargs)
-        return causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
-
-    return conv
+def _named(names: str, **others: str) -> dict[str, str]:
+    return {name: others.get(name, name) for name in names.split()}
 
 
-def _conv_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def conv_step(
-        hidden_states: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_exporting() or activation not in (None, "silu", "swish"):
-            return original(hidden_states, conv_state, weight, bias, activation, **kwargs)
-        return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
-
-    return conv_step
-
-
-def _inner(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(_function(original))
-    def mamba_inner_fn(*args: Any, **kwargs: Any) -> None:
-        """Returning None makes transformers call the functions above instead. Together they are as fast, and
-        transformers masks padding between them, which mamba-ssm's fused call does not."""
-
-    return mamba_inner_fn
-
-
-_REPLACEMENTS: dict[str, tuple[Callable[[Callable[..., Any]], Callable[..., Any]], tuple[str, ...]]] = {
-    "mamba_selective_scan": (_scan, _SCAN),
-    "mamba_selective_state_update": (_step, _STEP),
-    "causal_conv1d_fn": (_conv, _CONV),
-    "causal_conv1d_update": (_conv_step, _CONV_STEP),
-    "mamba_inner_fn": (_inner, ()),
+# mambacl's functions, and their names of transformers' parameters, in transformers' order.
+_REPLACEMENTS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "mamba_selective_scan": (
+        selective_scan_fn,
+        _named("hidden_states dt A B C D z delta_bias delta_softplus return_last_state", hidden_states="u", dt="delta"),
+    ),
+    "mamba_selective_state_update": (
+        selective_state_update,
+        _named("state hidden_states dt A B C D dt_bias dt_softplus z", hidden_states="x"),
+    ),
+    "causal_conv1d_fn": (causal_conv1d_fn, _named("hidden_states weight bias activation", hidden_states="x")),
+    "causal_conv1d_update": (
+        causal_conv1d_update,
+        _named("hidden_states conv_state weight bias activation", hidden_states="x"),
+    ),
 }
-_REQUIRED = [name for name in _REPLACEMENTS if name != "mamba_inner_fn"]  # Zamba does not use that one
 _originals: dict[str, dict[str, Callable[..., Any]]] = {}  # functions of each changed module
 
 
@@ -177,9 +123,9 @@ def _check(module: ModuleType) -> None:
     """Raises `UserError` if the module lacks a function to replace, or if its parameters differ."""
     if module.__name__ in _originals:
         return
-    for name in _REQUIRED:
+    for name, (_, parameters) in _REPLACEMENTS.items():
         function = getattr(module, name, None)
-        if function is None or not _takes(function, _REPLACEMENTS[name][1]):
+        if function is None or not _takes(function, tuple(parameters)):
             version = getattr(sys.modules["transformers"], "__version__", "of unknown version")
             raise UserError(
                 f"transformers {version} has no {name} in {module.__name__} that mambacl knows how to replace: "

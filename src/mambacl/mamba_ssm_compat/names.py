@@ -22,18 +22,17 @@ from mambacl.mamba_ssm_compat import block, conv, hub, norms, raw, scan
 # Below 2.0, because libraries expect Mamba-2 from 2.0 on, and only Mamba-1 is provided.
 VERSIONS = {"mamba_ssm": "1.2.2+mambacl", "causal_conv1d": "1.6.1+mambacl"}
 
-_NORMS = {"RMSNorm": norms.RMSNorm, "layer_norm_fn": norms.layer_norm_fn, "rms_norm_fn": norms.rms_norm_fn}
-_CONVS = {"causal_conv1d_fn": conv.causal_conv1d_fn, "causal_conv1d_update": conv.causal_conv1d_update}
-_MAMBA = {"Mamba": block.Mamba}
-_STEP = {"selective_state_update": scan.selective_state_update}
-_SCANS = {"selective_scan_fn": scan.selective_scan_fn, "mamba_inner_fn": scan.mamba_inner_fn}
-_MORE_SCANS = {
-    "selective_scan_ref": scan.selective_scan_ref,
-    "mamba_inner_fn_no_out_proj": scan.mamba_inner_fn_no_out_proj,
-    "bimamba_inner_fn": scan.bimamba_inner_fn,
-}
-_GENERATION = {"InferenceParams": hub.InferenceParams, "GenerationMixin": hub.GenerationMixin}
-_HUB = {"load_config_hf": hub.load_config_hf, "load_state_dict_hf": hub.load_state_dict_hf}
+
+def _named(*objects: Any) -> dict[str, Any]:
+    return {thing.__name__: thing for thing in objects}
+
+
+_NORMS = _named(norms.RMSNorm, norms.layer_norm_fn, norms.rms_norm_fn)
+_CONVS = _named(conv.causal_conv1d_fn, conv.causal_conv1d_update)
+_MAMBA = _named(block.Mamba)
+_STEP = _named(scan.selective_state_update)
+_SCANS = _named(scan.selective_scan_fn, scan.mamba_inner_fn)
+_MORE_SCANS = _named(scan.selective_scan_ref, scan.mamba_inner_fn_no_out_proj, scan.bimamba_inner_fn)
 
 MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm": {**_SCANS, **_MAMBA},
@@ -46,8 +45,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm.modules": {},
     "mamba_ssm.modules.mamba_simple": {**_MAMBA, **_SCANS, **_CONVS, **_STEP, **_NORMS},
     "mamba_ssm.utils": {},
-    "mamba_ssm.utils.generation": _GENERATION,
-    "mamba_ssm.utils.hf": _HUB,
+    "mamba_ssm.utils.generation": _named(hub.InferenceParams, hub.GenerationMixin),
+    "mamba_ssm.utils.hf": _named(hub.load_config_hf, hub.load_state_dict_hf),
     "causal_conv1d": _CONVS,
     "causal_conv1d.causal_conv1d_interface": _CONVS,
     "selective_scan_cuda": vars(raw.selective_scan_cuda),
@@ -115,11 +114,7 @@ def _patch_transformers() -> None:
         for name in ("is_mamba_ssm_available", "is_causal_conv1d_available"):
             if hasattr(module, name):
                 _patched.append((module, name, getattr(module, name)))
-                setattr(module, name, _available)
-
-
-def _available() -> bool:
-    return True
+                setattr(module, name, lambda: True)
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -140,10 +135,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         wanted = (DistributionFinder.Context() if context is None else context).name
-        found = {_normalized(name): name for name in VERSIONS}
-        names = (
-            found.values() if wanted is None else [found[_normalized(wanted)]] if _normalized(wanted) in found else []
-        )
+        names = [name for name in VERSIONS if wanted is None or _normalized(wanted) == _normalized(name)]
         return [_Distribution(name) for name in names]
 
 

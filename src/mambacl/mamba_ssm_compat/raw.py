@@ -4,6 +4,7 @@
 the forward and differentiates it.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -51,10 +52,6 @@ def _bwd(u, delta, A, B, C, D, z, delta_bias, dout, x, out, dz, delta_softplus, 
     return [*found, out_z] if recompute_out_z else found
 
 
-def _fwd_core(u, delta, A, B, C, D, delta_bias, delta_softplus, nrows=1):  # type: ignore[no-untyped-def]
-    return list(_forward(u, delta, A, B, C, D, delta_bias, delta_softplus, u.dtype))
-
-
 def _fwd_oflex(u, delta, A, B, C, D, delta_bias, delta_softplus, nrows=1, out_float=True):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(torch.float32, u.dtype) if out_float else u.dtype
     return list(_forward(u, delta, A, B, C, D, delta_bias, delta_softplus, dtype))
@@ -66,5 +63,5 @@ def _bwd_core(u, delta, A, B, C, D, delta_bias, dout, x, delta_softplus, nrows=1
 
 
 selective_scan_cuda = SimpleNamespace(fwd=_fwd, bwd=_bwd)
-selective_scan_cuda_core = SimpleNamespace(fwd=_fwd_core, bwd=_bwd_core)
+selective_scan_cuda_core = SimpleNamespace(fwd=partial(_fwd_oflex, out_float=False), bwd=_bwd_core)
 selective_scan_cuda_oflex = SimpleNamespace(fwd=_fwd_oflex, bwd=_bwd_core)

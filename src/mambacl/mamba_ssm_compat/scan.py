@@ -1,5 +1,8 @@
 """mamba-ssm's functions on top of `mambacl.selective_scan`: the scan, one step of it, and the block around it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,27 +24,17 @@ def selective_scan_fn(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
+    *,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`mambacl.selective_scan`. Unlike in mamba-ssm, the last state has a gradient."""
     refuse_complex(A, B, C)
-    return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+    return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, backend)
 
 
-def selective_scan_ref(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The plain recurrence, step by step."""
-    refuse_complex(A, B, C)
-    return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, backend="reference")
+def selective_scan_ref(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """`selective_scan_fn` by the plain recurrence, step by step."""
+    return selective_scan_fn(*args, **kwargs, backend="reference")
 
 
 def selective_state_update(
@@ -124,15 +117,10 @@ def mamba_inner_fn(
 
     checkpoint_lvl has no effect: each operator keeps what its backward needs.
     """
-    x, delta, B, C, z = _scan_inputs(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
-                                     B_proj_bias, C_proj_bias)  # fmt: skip
-    if b_rms_weight is not None:
-        B = _normalize(B, b_rms_weight, b_c_dt_rms_eps)
-    if c_rms_weight is not None:
-        C = _normalize(C, c_rms_weight, b_c_dt_rms_eps)
-    if dt_rms_weight is not None:
-        delta = _normalize(delta, dt_rms_weight, b_c_dt_rms_eps)
-    y = selective_scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    y = mamba_inner_fn_no_out_proj(
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C, D, delta_bias, B_proj_bias,
+        C_proj_bias, delta_softplus, rms_weights=(b_rms_weight, c_rms_weight, dt_rms_weight), eps=b_c_dt_rms_eps,
+    )  # fmt: skip
     return _project(y, out_proj_weight, out_proj_bias)
 
 
@@ -150,13 +138,41 @@ def mamba_inner_fn_no_out_proj(
     B_proj_bias: Tensor | None = None,
     C_proj_bias: Tensor | None = None,
     delta_softplus: bool = True,
+    *,
+    rms_weights: Sequence[Tensor | None] = (None, None, None),
+    eps: float = 1e-6,
+    A_b: Tensor | None = None,
 ) -> Tensor:
-    """`mamba_inner_fn` without out_proj; returns (b, d, l). Used by Vim's two directions."""
-    x, delta, B, C, z = _scan_inputs(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
-                                     B_proj_bias, C_proj_bias)  # fmt: skip
+    """`mamba_inner_fn` without out_proj; returns (b, d, l). Used by Vim's two directions.
+
+    rms_weights: those of the norms of B, C and delta. A_b: A of a second scan, backwards over the same tokens.
+    """
+    refuse_complex(A, B, C, A_b)
+    x, z = xz.chunk(2, dim=1)
+    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")  # type: ignore[assignment]
+    projected = F.linear(x.mT, x_proj_weight)  # (b, l, rank + 2 n)
+    rank, states = delta_proj_weight.shape[1], A.shape[1]
+    delta = F.linear(projected[..., :rank], delta_proj_weight).mT
+    if B is None:
+        B = projected[..., rank : rank + states]
+        B = (B if B_proj_bias is None else B + B_proj_bias.to(B.dtype)).mT
+    if C is None:
+        C = projected[..., -states:]
+        C = (C if C_proj_bias is None else C + C_proj_bias.to(C.dtype)).mT
+    # The norm's dimension is the second-to-last one; the last one is time.
+    B, C, delta = (
+        M if weight is None else rms_norm_fn(M.mT, weight, None, eps=eps).mT  # type: ignore[union-attr]
+        for M, weight in zip((B, C, delta), rms_weights, strict=True)
+    )
     y = selective_scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
     assert isinstance(y, Tensor)
-    return y
+    if A_b is None:
+        return y
+    x, delta, z = (tensor.flip(-1) for tensor in (x, delta, z))
+    B, C = (M if M.dim() == 2 else M.flip(-1) for M in (B, C))
+    backward = selective_scan(x, delta, A_b, B, C, D, z, delta_bias, delta_softplus)
+    assert isinstance(backward, Tensor)
+    return y + backward.flip(-1)
 
 
 def bimamba_inner_fn(
@@ -178,52 +194,14 @@ def bimamba_inner_fn(
     delta_softplus: bool = True,
 ) -> Tensor:
     """`mamba_inner_fn` with scans in both directions that differ only in A: Vim's first version."""
-    refuse_complex(A_b)
-    x, delta, B, C, z = _scan_inputs(xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C,
-                                     B_proj_bias, C_proj_bias)  # fmt: skip
-    forward = selective_scan(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
-    x, delta, z = (tensor.flip(-1) for tensor in (x, delta, z))
-    B, C = (M if M.dim() == 2 else M.flip(-1) for M in (B, C))
-    backward = selective_scan(x, delta, A_b, B, C, D, z, delta_bias, delta_softplus)
-    assert isinstance(forward, Tensor) and isinstance(backward, Tensor)
-    return _project(forward + backward.flip(-1), out_proj_weight, out_proj_bias)
+    y = mamba_inner_fn_no_out_proj(
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, A, B, C, D, delta_bias, B_proj_bias,
+        C_proj_bias, delta_softplus, A_b=A_b,
+    )  # fmt: skip
+    return _project(y, out_proj_weight, out_proj_bias)
 
 
-def _scan_inputs(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    A: Tensor,
-    B: Tensor | None,
-    C: Tensor | None,
-    B_proj_bias: Tensor | None,
-    C_proj_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The inputs of a block's scan: x, delta (b, d, l), B, C ((b, n, l) unless given), and the gate z (b, d, l)."""
-    refuse_complex(A, B, C)
-    x, z = xz.chunk(2, dim=1)
-    x = causal_conv1d_fn(x, conv1d_weight.squeeze(1), conv1d_bias, activation="silu")  # type: ignore[assignment]
-    projected = F.linear(x.mT, x_proj_weight)  # (b, l, rank + 2 n)
-    rank, states = delta_proj_weight.shape[1], A.shape[1]
-    delta = F.linear(projected[..., :rank], delta_proj_weight)
-    if B is None:
-        B = projected[..., rank : rank + states]
-        B = (B if B_proj_bias is None else B + B_proj_bias.to(B.dtype)).mT
-    if C is None:
-        C = projected[..., -states:]
-        C = (C if C_proj_bias is None else C + C_proj_bias.to(C.dtype)).mT
-    return x, delta.mT, B, C, z
-
-
-def _normalize(M: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm over the second-to-last dimension; the last one is time."""
-    return rms_norm_fn(M.mT, weight, None, eps=eps).mT  # type: ignore[union-attr]
-
-
-def _project(y: Tensor | tuple[Tensor, Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert isinstance(y, Tensor)
+def _project(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(y.mT, weight, None if bias is None else bias.to(weight.dtype))
 
 
