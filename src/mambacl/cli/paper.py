@@ -39,7 +39,7 @@ def paper(
     only: Annotated[str, "only runs whose names contain one of these words, separated by commas"] = "",
     dry_run: Annotated[bool, "only print the runs and their states"] = False,
     **overrides: Any,
-) -> int:
+) -> None:
     """reproduce a table or figure of the paper: `mambacl paper ablation --scale nano`
 
     Trains the missing runs and prints our values beside the paper's. Also takes any option of `mambacl train`, which
@@ -73,7 +73,6 @@ def paper(
     text, path = render(design, records(everything), folder, scale)
     print(text)
     say(f"Report: {path}")
-    return 0
 
 
 def _existing(plan: Any, out: Path, root: Path | None, overrides: dict[str, Any]) -> list[Job]:
@@ -83,11 +82,10 @@ def _existing(plan: Any, out: Path, root: Path | None, overrides: dict[str, Any]
     return jobs([run for run in plan if (out / run.key / "config.yaml").is_file()], out, root, overrides)
 
 
-def _list(work: Sequence[Job]) -> int:
+def _list(work: Sequence[Job]) -> None:
     for job in work:
         print(f"{job.planned.key:58} {job.state}")
     print(f"Runs: {len(work)}, finished: {sum(job.state == 'finished' for job in work)}.")
-    return 0
 
 
 def _check_overrides(design: str, overrides: Mapping[str, Any]) -> None:

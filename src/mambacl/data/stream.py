@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.config import StreamConfig
-from mambacl.data.dataset import DataSet
+from mambacl.data.dataset import DataSet, indices_by_group
 from mambacl.data.image_cache import ImageCache
 from mambacl.data.loaders import Batch, BatchedLoader, CpuLoader
 from mambacl.data.sets import open_dataset
@@ -172,9 +172,7 @@ class Stream:
 def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
     """The indices of each task's images, in the order of the data set."""
     ends = np.cumsum([len(task) for task in tasks])
-    which = np.searchsorted(ends, labels, side="right")
-    counts = np.bincount(which, minlength=len(tasks))
-    return np.split(np.argsort(which, kind="stable"), np.cumsum(counts)[:-1])
+    return indices_by_group(np.searchsorted(ends, labels, side="right"), len(tasks))
 
 
 def mix_seeds(*numbers: int) -> int:
