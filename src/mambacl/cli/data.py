@@ -141,13 +141,10 @@ def data_show(
 
 def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Domains | None]:
     """The classes of each task, and the domains if these are the tasks."""
-    from mambacl.data import domains_in_order, tasks_of
+    from mambacl.data.tasks import tasks_or_domains
 
-    if config.by_domain:
-        domains = domains_in_order(dataset, config.order, config.order_seed)
-        return [list(range(len(dataset.class_names))) for _ in domains.names], domains
     tasks: Any = "own" if config.own_tasks else config.tasks
-    return tasks_of(dataset, tasks, config.order, config.order_seed, config.first_task)[1], None
+    return tasks_or_domains(dataset, config.scenario, tasks, config.order, config.order_seed, config.first_task)[1:]
 
 
 def _named(word: str) -> tuple[str, StreamConfig]:

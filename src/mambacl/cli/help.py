@@ -20,14 +20,10 @@ PLACEHOLDERS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 RUN, ALL = "run", "all"
 
 
-def width() -> int:
-    return max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
-
-
 def wrap(text: str, indent: str = "", further: str | None = None, taken: int = 0) -> list[str]:
     """Wraps a paragraph; leaves `taken` columns free."""
-    wide = TextWrapper(width() - taken, initial_indent=indent, subsequent_indent=further or indent)
-    wide.break_on_hyphens = False
+    width = max(80, min(120, shutil.get_terminal_size((100, 24)).columns)) - taken
+    wide = TextWrapper(width, initial_indent=indent, subsequent_indent=further or indent, break_on_hyphens=False)
     return wide.wrap(" ".join(text.split()))
 
 
@@ -142,7 +138,8 @@ def _groups() -> list[str]:
     """One line per group; groups of the same type, such as those of the kinds of parameters, share a line."""
     from mambacl.config import preset_names
 
-    lines, seen = _row(RUN, _sentence_of_run()), set()
+    names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
+    lines, seen = _row(RUN, ", ".join(name for name in names if name not in _mappings())), set()
     for name, option in run_options().items():
         if is_group(option.kind) and option.kind not in seen:
             seen.add(option.kind)
@@ -169,11 +166,6 @@ def _sentence(name: str) -> str:
     group, _, last = name.rpartition(".")
     owner = run_options()[group].kind if group else RunConfig
     return sentences_of(owner).get(last, "")
-
-
-def _sentence_of_run() -> str:
-    names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
-    return ", ".join(name for name in names if name not in _mappings())
 
 
 def _summary(kind: type) -> str:

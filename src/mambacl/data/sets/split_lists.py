@@ -9,7 +9,6 @@ from mambacl.data.dataset import DataSet, Domains
 from mambacl.data.images import FileImages
 from mambacl.data.sets import SOURCES, Download, required_root
 from mambacl.errors import UserError
-from mambacl.files import has_checksum
 
 MAMBA_CL = "https://raw.githubusercontent.com/zugexiaodui/mamba-cl/0ebac10c600ca7179174e2fa9bf2036218d48dba/tools"
 Entry = tuple[str, int | None]  # a path below the images' folder, and its label if the list has labels
@@ -39,7 +38,7 @@ def read_list(root: Path, download: Download, name: str) -> list[Entry]:
             f"{root / 'lists' / download.name} does not exist: run `mambacl data prepare {name} --root {root}`"
             " (with --lists DIR if you have the lists)."
         )
-    if not has_checksum(found[0], download.checksum):
+    if not download.matches(found[0]):
         kind, _, expected = download.checksum.partition(":")
         raise UserError(
             f"{found[0]} is not the public list (its {kind.upper()} is not {expected}): fetch it from {download.url}."
