@@ -16,7 +16,7 @@ from mambacl.data import ArrayImages, DataSet
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LISTS = SHARED / "lists"
-MEAN, STD = [0.5] * 3, [0.5] * 3
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 needs_lists = pytest.mark.skipif(not LISTS.exists(), reason="the public split lists are not here")
 
 

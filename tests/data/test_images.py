@@ -144,11 +144,6 @@ def test_unusual_suffixes(tmp_path: Path, suffix: str) -> None:
     assert (place / f"odd{suffix}").name in [Path(dataset.train.name(i)).name for i in range(len(dataset.train.labels))]
 
 
-def test_a_home_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "check", "folders", "--root", "~nobody-of-that-name/x"]) == 2
-    assert "begins with an unknown home folder" in capsys.readouterr().err
-
-
 def test_a_name_that_is_no_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tree(tmp_path)
     odd = os.path.join(os.fsencode(tmp_path), b"train", b"ant", b"\xff.png")

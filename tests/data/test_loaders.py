@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_help import make_tree, random_arrays
+from data_help import MEAN, STD, make_tree, random_arrays
 from small_run import CONFIG
 from test_batched_transforms import VECTORS
 from tolerance import assert_counts_alike
@@ -24,7 +24,6 @@ from mambacl.data.loaders import BatchedLoader
 from mambacl.errors import UserError
 from mambacl.training import build as build_module
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 AUGMENTS = ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
 
 

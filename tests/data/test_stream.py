@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_help import make_tree, random_arrays
+from data_help import MEAN, STD, make_tree, random_arrays
 
 from mambacl.data import FileImages, Stream, StreamConfig, TransformConfig, Transforms, open_dataset, open_stream
 from mambacl.data.sets.cifar100 import cifar100, read_arrays
 from mambacl.errors import UserError
-
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def small_stream(augment: str = "none", engine: str = "auto", tasks: int | list[int] = 3, **options: Any) -> Stream:
@@ -110,8 +108,6 @@ def test_image_folders(tmp_path: Path) -> None:
 
 
 def test_wrong_image_folders(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"stream\.root"):
-        open_dataset("folders", None)
     with pytest.raises(UserError, match="train"):
         open_dataset("folders", tmp_path)
     make_tree(tmp_path)
@@ -169,8 +165,6 @@ def test_cifar_files_are_read_as_arrays(tmp_path: Path) -> None:
 def test_cifar_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cifar-100-python\.tar\.gz"):
         open_dataset("cifar100", tmp_path)
-    with pytest.raises(UserError, match=r"stream\.root"):
-        open_dataset("cifar100", None)
 
 
 class Hostile:

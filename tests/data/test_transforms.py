@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
+from data_help import MEAN, STD, random_arrays
 from small_run import CONFIG
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
@@ -16,19 +16,16 @@ from torchvision.transforms.v2 import functional as TF
 import mambacl
 from mambacl.cli import main
 from mambacl.config import resolve
-from mambacl.data import ArrayImages, DataSet, Stream, TransformConfig, Transforms
+from mambacl.data import Stream, TransformConfig, Transforms
 from mambacl.errors import UserError
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 ENGINES = ["torchvision", "batched"]
 
 
 def stream(covariance: Any = None, seed: int = 0, **options: Any) -> Stream:
-    rng = np.random.default_rng(0)
-    images = ArrayImages(rng.integers(0, 256, (12, 10, 14, 3), dtype=np.uint8), np.repeat(np.arange(4), 3))
     given = {"image_size": 8, **options, **({} if covariance is None else {"covariance": covariance})}
     transforms = Transforms(TransformConfig(**given), 32, MEAN, STD)
-    return Stream(DataSet("random", list("abcd"), images, images), transforms, 2, seed=seed)
+    return Stream(random_arrays(4, 3, 3, (10, 14)), transforms, 2, seed=seed)
 
 
 def plain(stream: Stream, task: int = 1) -> Tensor:

@@ -69,17 +69,11 @@ def paper(
         needed = ", ".join(f"DIR/{name}" for name in dict.fromkeys(run.benchmark.dataset for run in chosen))
         raise UserError(f"Name the folder of the data: --root DIR, with {needed} (see `mambacl data prepare`).")
     run_jobs(work)
-    everything = work if len(chosen) == len(plan) else _existing(plan, folder, root, overrides)
-    text, path = render(design, records(everything), folder, scale)
+    if len(chosen) < len(plan):  # with --only, the table also shows the design's earlier runs
+        work = jobs([run for run in plan if (folder / run.key / "config.yaml").is_file()], folder, root, overrides)
+    text, path = render(design, records(work), folder, scale)
     print(text)
     say(f"Report: {path}")
-
-
-def _existing(plan: Any, out: Path, root: Path | None, overrides: dict[str, Any]) -> list[Job]:
-    """With --only, the table also shows the design's earlier runs."""
-    from mambacl.paper.runner import jobs
-
-    return jobs([run for run in plan if (out / run.key / "config.yaml").is_file()], out, root, overrides)
 
 
 def _list(work: Sequence[Job]) -> None:
