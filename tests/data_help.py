@@ -3,7 +3,7 @@
 import io
 import tarfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mambacl.data import ArrayImages, DataSet
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LISTS = SHARED / "lists"
-MEAN, STD = [0.5] * 3, [0.5] * 3
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 needs_lists = pytest.mark.skipif(not LISTS.exists(), reason="the public split lists are not here")
 
 
@@ -23,17 +25,28 @@ def picture(seed: int, size: tuple[int, int] = (5, 4)) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
-def write_images(paths: Iterable[Path], start: int = 0) -> None:
+def write_images(paths: Iterable[Path], start: int = 0, sizes: Sequence[tuple[int, int]] = ((5, 4),)) -> None:
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture(start + number).save(path, format="PNG")
+        picture(start + number, sizes[number % len(sizes)]).save(path, format="PNG")
 
 
-def make_tree(root: Path, classes: Iterable[str] = ("ant", "bee"), train: int = 3, test: int = 2) -> Path:
-    names = list(classes)
-    write_images(root / "train" / name / f"{i}.png" for name in names for i in range(train))
-    write_images((root / "test" / name / f"{i}.png" for name in names for i in range(test)), start=10_000)
+def make_tree(
+    root: Path, classes: Sequence[str] = ("ant", "bee"), train: int = 3, test: int = 2, **options: Any
+) -> Path:
+    for split, count, start in (("train", train, 0), ("test", test, 10_000)):
+        write_images((root / split / name / f"{i}.png" for name in classes for i in range(count)), start, **options)
     return root
+
+
+def random_arrays(classes: int, train: int, test: int, shape: tuple[int, int]) -> DataSet:
+    """Training images in colour, test images in grey, with these numbers per class."""
+    rng = np.random.default_rng(0)
+    splits = []
+    for count, channels in ((train, (3,)), (test, ())):
+        pixels = rng.integers(0, 256, (classes * count, *shape, *channels), dtype=np.uint8)
+        splits.append(ArrayImages(pixels, np.repeat(np.arange(classes), count)))
+    return DataSet("random", [f"class {c}" for c in range(classes)], splits[0], splits[1])
 
 
 def image_bytes(seed: int) -> bytes:

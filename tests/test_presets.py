@@ -22,7 +22,7 @@ from mambacl.cli import COMMANDS
 from mambacl.config import RunConfig, preset_names, resolve
 from mambacl.data import DATASETS, SOURCES
 from mambacl.data.tasks import class_order
-from mambacl.data.transforms import TransformConfig, Transforms
+from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 from mambacl.nullspace import SETTINGS, NullSpace
 from mambacl.nullspace.plan import Plan, make_plan
@@ -147,12 +147,9 @@ def test_the_transforms_are_those_of_the_data_set(name: str) -> None:
     assert transforms.image_size == wanted.size and transforms.covariance == "evaluation"
     assert transforms.augment_interpolation == "bilinear"
     assert transforms.mean == [0.485, 0.456, 0.406] and transforms.std == [0.229, 0.224, 0.225]
-    if wanted.dataset == "cifar100":
-        said = (transforms.resize, transforms.interpolation, transforms.augment)
-        assert said == (None, "bicubic", "autoaugment-cifar")
-    else:
-        said = (transforms.resize, transforms.interpolation, transforms.augment)
-        assert said == (wanted.size + 32, "bilinear", "autoaugment-imagenet")
+    said = (transforms.resize, transforms.interpolation, transforms.augment)
+    others = (wanted.size + 32, "bilinear", "autoaugment-imagenet")
+    assert said == ((None, "bicubic", "autoaugment-cifar") if wanted.dataset == "cifar100" else others)
 
 
 def test_a_run_states_its_transforms_and_uses_them() -> None:
@@ -173,12 +170,6 @@ def test_a_run_states_its_transforms_and_uses_them() -> None:
     cifar = Transforms(both("cifar100-10")[0].stream.transforms, 32, [0.5] * 3, [0.5] * 3)
     resized = TF.resize(image[:, :32, :32], [192, 192], interpolation=InterpolationMode.BICUBIC, antialias=True)
     assert torch.equal(cifar.evaluate(image[:, :32, :32]), resized)
-
-
-def test_the_covariances_see_images_as_in_evaluation() -> None:
-    assert TransformConfig().covariance == "evaluation"
-    with pytest.raises(UserError, match=r"stream\.transforms\.covariance takes"):
-        resolve("demo", {"stream.transforms.covariance": "test"})
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -267,12 +258,6 @@ def test_the_commands_of_the_documentation_do_what_it_says() -> None:
         assert config.pretrained is True and config.stream.transforms.image_size == 224
         assert config.stream.transforms.resize == resize
     assert typed(commands[-1]) == both("imagenet-r-10")[1]
-
-
-def test_the_small_run_on_cifar_is_the_released_codes_in_ten_passes() -> None:
-    config = resolve("cifar100-10-nano", {})
-    assert (config.backbone, config.stream.transforms.image_size) == ("defocus_mamba_nano", 32)
-    assert (config.setting, config.recipe, config.training.passes) == ("public-code", "public-code", 10)
 
 
 def test_data_are_looked_for_before_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

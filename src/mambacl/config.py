@@ -120,7 +120,8 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     first, *others = map(_with_given_rules, [*_layers(source), nested(overrides)])
     values = {"setting": RunConfig.setting, "recipe": RunConfig.recipe, **first}
     for layer in others:
-        values = _with_layer(values, layer)
+        dropped = [group for name, group in (("setting", "nullspace"), ("recipe", "training")) if name in layer]
+        values = merge(_without(_for_backbone(values, layer), dropped), layer)
     named: dict[str, Any] = {}
     if isinstance(values["setting"], str):
         named["nullspace"] = dataclasses.asdict(setting_named(values["setting"]))
@@ -129,9 +130,8 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     config = _with_absolute_paths(from_dict(merge(named, values)))
     own_images = config.stream.dataset in ("folders", "domain-folders")
     if config.name in ("run", "images") and own_images and config.stream.root is not None:
-        return dataclasses.replace(
-            config, name=Path(config.stream.root).name
-        )  # so that runs on different folders have different names
+        # so that runs on different folders have different names
+        return dataclasses.replace(config, name=Path(config.stream.root).name)
     return config
 
 
@@ -143,12 +143,6 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 def _with_given_rules(layer: Mapping[str, Any]) -> dict[str, Any]:
     rules = layer.get("nullspace")
     return {**layer, "nullspace": given_rules(rules)} if isinstance(rules, Mapping) else dict(layer)
-
-
-def _with_layer(values: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    values = _for_backbone(values, layer)
-    dropped = [group for name, group in (("setting", "nullspace"), ("recipe", "training")) if name in layer]
-    return merge(_without(values, dropped), layer)
 
 
 def _for_backbone(base: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,22 +217,18 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def read_preset(source: str | Path) -> list[dict[str, Any]]:
-    """The layers of a shipped preset, by name, or of a YAML file, by path; those that it extends come first. A run has
-    the name of its preset or file, unless that sets another."""
-    return _read_layers(source, Path(), ())
-
-
 def _layers(source: str | Path | Mapping[str, Any] | RunConfig | None) -> list[dict[str, Any]]:
     if isinstance(source, RunConfig):
         return [source.as_dict()]
     if isinstance(source, Mapping):
         return _with_extended(nested(source), Path(), ())
-    return [{}] if source is None else read_preset(source)
+    return [{}] if source is None else _read_layers(source, Path(), ())
 
 
 def _read_layers(source: str | Path, folder: Path, above: tuple[str, ...]) -> list[dict[str, Any]]:
-    """`folder` is that of the file that names the source; `above` are the files that extend it."""
+    """The layers of a shipped preset, by name, or of a YAML file, by path; those that it extends come first. A run has
+    the name of its preset or file, unless that sets another. `folder` is that of the file that names the source;
+    `above` are the files that extend it."""
     names = preset_names()
     if str(source) in names:
         where, name, inside = str(source), str(source), folder

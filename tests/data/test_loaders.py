@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from data_help import MEAN, STD, make_tree, random_arrays
 from small_run import CONFIG
 from test_batched_transforms import VECTORS
 from tolerance import assert_counts_alike
@@ -16,16 +16,7 @@ from training_help import assert_same_run, interrupted_after
 
 import mambacl
 from mambacl.config import resolve
-from mambacl.data import (
-    ArrayImages,
-    DataSet,
-    Stream,
-    StreamConfig,
-    TransformConfig,
-    Transforms,
-    loaders,
-    open_stream,
-)
+from mambacl.data import ArrayImages, DataSet, Stream, TransformConfig, Transforms, loaders, open_dataset
 from mambacl.data.augment_params import operations
 from mambacl.data.autoaugment import NONE
 from mambacl.data.image_cache import CachedImages, ImageCache, main_memory
@@ -33,34 +24,22 @@ from mambacl.data.loaders import BatchedLoader
 from mambacl.errors import UserError
 from mambacl.training import build as build_module
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 AUGMENTS = ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
 
 
-def arrays(shape: tuple[int, int] = (11, 14)) -> DataSet:
-    """Training images in colour, test images in grey."""
-    rng = np.random.default_rng(0)
-    train = ArrayImages(rng.integers(0, 256, (60, *shape, 3), dtype=np.uint8), np.repeat(np.arange(6), 10))
-    test = ArrayImages(rng.integers(0, 256, (18, *shape), dtype=np.uint8), np.repeat(np.arange(6), 3))
-    return DataSet("random", [f"class {c}" for c in range(6)], train, test)
+def arrays() -> DataSet:
+    return random_arrays(6, 10, 3, (11, 14))
 
 
 def folders(root: Path) -> DataSet:
     """Files of many sizes, some of the same."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 10), ("test", 4)):
-        for name in ("ant", "bee", "cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(0, 256, (7 + 3 * (i % 4), 9 + 5 * (i % 3), 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
-    return mambacl.data.open_dataset("folders", root)
+    sizes = [(7 + 3 * (i % 4), 9 + 5 * (i % 3)) for i in range(12)]
+    return open_dataset("folders", make_tree(root, ("ant", "bee", "cat", "dog"), 10, 4, sizes=sizes))
 
 
 def stream(dataset: DataSet, engine: str = "batched", **options: Any) -> Stream:
-    seed, augment = options.pop("seed", 0), options.pop("augment", "none")
-    transforms = Transforms(TransformConfig(engine=engine, augment=augment, **options), 8, MEAN, STD)  # type: ignore[arg-type]
-    return Stream(dataset, transforms, 2, order=list(range(len(dataset.class_names)))[::-1], seed=seed, workers=3)
+    transforms = Transforms(TransformConfig(engine=engine, **options), 8, MEAN, STD)  # type: ignore[arg-type]
+    return Stream(dataset, transforms, 2, order=list(range(len(dataset.class_names)))[::-1], workers=3)
 
 
 @pytest.fixture(params=["arrays", "folders"])
@@ -78,18 +57,13 @@ def assert_same_batches(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"image_size": 9, "resize": 12}, {"image_size": 20}], ids=str)
-def test_evaluation_is_torchvisions(dataset: DataSet, options: dict[str, int]) -> None:
+def test_evaluation_and_plain_training_are_torchvisions(dataset: DataSet, options: dict[str, int]) -> None:
     ours, theirs = (stream(dataset, engine, **options) for engine in ("batched", "torchvision"))
     theirs.workers = 0
     for task in range(2):
         assert_same_batches(ours.test_batches(task, 4), theirs.test_batches(task, 4))
         assert_same_batches(ours.plain_batches(task, 7), theirs.plain_batches(task, 7))
         assert torch.equal(ours.some_images(task, 5), theirs.some_images(task, 5))
-
-
-def test_without_augmentation_training_is_torchvisions(dataset: DataSet) -> None:
-    ours, theirs = (stream(dataset, engine) for engine in ("batched", "torchvision"))
-    theirs.workers = 0
     assert_same_batches(ours.train_batches(1, 2, 7, repeats=2), theirs.train_batches(1, 2, 7, repeats=2))
 
 
@@ -124,22 +98,6 @@ def test_training_is_torchvisions_with_the_same_params(dataset: DataSet, augment
 
 
 # What they depend on
-
-
-@pytest.mark.parametrize("augment", AUGMENTS)
-def test_batches_depend_on_seed_task_and_epoch_only(dataset: DataSet, augment: str) -> None:
-    def images(seed: int = 0, epoch: int = 0) -> Tensor:
-        return torch.cat(
-            [images for images, _ in stream(dataset, augment=augment, seed=seed).train_batches(1, epoch, 4)]
-        )
-
-    state, other = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    first = images()
-    assert torch.equal(images(), first)
-    assert torch.equal(torch.get_rng_state(), state) and np.random.get_state()[1].tolist() == other
-    assert not torch.equal(images(epoch=1), first) and not torch.equal(images(seed=1), first)
-    again = stream(dataset, augment=augment).train_batches(1, 0, 4)
-    assert_same_batches(again, list(again))  # a second walk gives the same
 
 
 @pytest.mark.parametrize("most", [1, 1000, 5000])
@@ -240,22 +198,6 @@ def test_a_run_tells_the_stream_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build_module, "open_stream", spy)
     build_module.build(resolve(CONFIG, {}))
     assert seen == [build_module.pick_device("auto")]
-
-
-def test_a_damaged_image_is_named(tmp_path: Path) -> None:
-    data = folders(tmp_path)
-    (tmp_path / "test" / "bee" / "1.png").write_bytes(b"not a picture")
-    with pytest.raises(UserError, match=r"^\S*1\.png cannot be read as an image[^\n]*$"):
-        list(stream(data).test_batches(1, 4))
-
-
-def test_embedded_images() -> None:
-    config = StreamConfig(transforms=TransformConfig(engine="batched", augment="crop-flip", image_size=20))
-    ours = open_stream(config, 28, MEAN, STD, seed=0, workers=4, device="cpu")
-    batches = ours.train_batches(0, 0, 64)
-    assert len(batches) == 8  # type: ignore[arg-type]
-    images, labels = next(iter(batches))
-    assert images.shape == (64, 3, 20, 20) and set(labels.tolist()) == {0, 1}
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
+from data_help import MEAN, STD, random_arrays
 from small_run import CONFIG
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
@@ -15,20 +15,17 @@ from torchvision.transforms.v2 import functional as TF
 
 import mambacl
 from mambacl.cli import main
-from mambacl.config import preset_names, resolve
-from mambacl.data import ArrayImages, DataSet, Stream, TransformConfig, Transforms
+from mambacl.config import resolve
+from mambacl.data import Stream, TransformConfig, Transforms
 from mambacl.errors import UserError
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 ENGINES = ["torchvision", "batched"]
 
 
 def stream(covariance: Any = None, seed: int = 0, **options: Any) -> Stream:
-    rng = np.random.default_rng(0)
-    images = ArrayImages(rng.integers(0, 256, (12, 10, 14, 3), dtype=np.uint8), np.repeat(np.arange(4), 3))
     given = {"image_size": 8, **options, **({} if covariance is None else {"covariance": covariance})}
     transforms = Transforms(TransformConfig(**given), 32, MEAN, STD)
-    return Stream(DataSet("random", list("abcd"), images, images), transforms, 2, seed=seed)
+    return Stream(random_arrays(4, 3, 3, (10, 14)), transforms, 2, seed=seed)
 
 
 def plain(stream: Stream, task: int = 1) -> Tensor:
@@ -170,10 +167,3 @@ def test_how_autoaugment_moves_pixels(between: str) -> None:
         other = TransformConfig(augment="autoaugment-cifar", augment_interpolation="nearest")
         moved += not torch.equal(transforms.train(image, seed), Transforms(other, 24, MEAN, STD).train(image, seed))
     assert (moved > 3) == (between == "bilinear")
-
-
-def test_presets_move_pixels_as_the_released_code_does() -> None:
-    found = [resolve(name, {"stream.root": "."}).stream.transforms for name in preset_names()]
-    automatic = [transforms for transforms in found if transforms.augment.startswith("autoaugment")]
-    assert len(automatic) > 10 and all(transforms.augment_interpolation == "bilinear" for transforms in automatic)
-    assert all(transforms.covariance == "evaluation" for transforms in found)

@@ -52,11 +52,17 @@ def _dispatch(arguments: list[str]) -> int:
     first, second = arguments[0], " ".join(arguments[:2])
     if second in COMMANDS:  # such as `data check`
         return _run(COMMANDS[second], arguments[2:])
-    actions = [name.split()[1] for name in COMMANDS if name.startswith(f"{first} ")]
-    if first not in COMMANDS and actions:
-        return _without_action(first, actions, arguments[1:])
-    if first not in COMMANDS:
+    below = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    if first not in COMMANDS and not below:
         raise unknown("command", first, dict.fromkeys(name.split()[0] for name in COMMANDS))
+    if first not in COMMANDS and len(arguments) == 1:
+        *actions, last = (name.split()[1] for name in below)
+        raise UserError(f"`mambacl {first}` needs another word: {', '.join(actions)} or {last}.")
+    if first not in COMMANDS and arguments[1] not in ("-h", "--help"):
+        raise unknown("command", second, below)
+    if first not in COMMANDS:
+        print(usage(first))
+        return 0
     if first in LONG:
         _share_cores()
     return _run(COMMANDS[first], arguments[1:])
@@ -69,15 +75,6 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
 
     below = [other for name, other in COMMANDS.items() if name.startswith(f"{command.name} ")]
     print(command_help(command, arguments, below))
-    return 0
-
-
-def _without_action(first: str, actions: Sequence[str], rest: Sequence[str]) -> int:
-    if not rest:
-        raise UserError(f"`mambacl {first}` needs another word: {', '.join(actions[:-1])} or {actions[-1]}.")
-    if rest[0] not in ("-h", "--help"):
-        raise unknown("command", f"{first} {rest[0]}", [f"{first} {action}" for action in actions])
-    print(usage(first))
     return 0
 
 

@@ -36,7 +36,7 @@ def bench(
     shape: Shapes = (),
     quick: Annotated[bool, "fewer sizes and repeats, to check that everything works"] = False,
     root: Annotated[Path | None, "folder with CIFAR-100's files, for the part run"] = None,
-) -> int:
+) -> None:
     """measure the speed of this machine, part by part: `mambacl bench scan step --device cpu`
 
     Times the parts at sizes that suit the device. Ratios are computed within one run."""
@@ -47,7 +47,6 @@ def bench(
     from mambacl.bench import bench as run_bench
 
     run_bench(part, device, json, shape, quick, root)
-    return 0
 
 
 def bench_against(
@@ -58,7 +57,7 @@ def bench_against(
     rounds: Annotated[int, "maximum number of rounds per shape", at_least(1)] = 15,
     json: Json = None,
     commit: Annotated[str | None, "commit to record in the JSON if the package is not in a git checkout"] = None,
-) -> int:
+) -> None:
     """compare the scan with other implementations, after checking that they agree
 
     Times the selective scan and all other installed implementations in turn, in one process. Install them with
@@ -66,7 +65,6 @@ def bench_against(
     from mambacl.bench.against import against
 
     against(device, shape, json, threads, rounds, commit)
-    return 0
 
 
 def bench_settings(
@@ -79,7 +77,7 @@ def bench_settings(
     ] = 3,
     images: Annotated[int, "images per task, for the covariances", at_least(1)] = 500,
     json: Json = None,
-) -> int:
+) -> None:
     """time a training step after some consolidated tasks in each setting: sequential, public-code, exact
 
     Covariances come from the packaged images, so that ranks are realistic."""
@@ -87,7 +85,6 @@ def bench_settings(
     from mambacl.bench.settings import measure
 
     publish(measure, json, device=device, batch=batch, precision=precision, tasks=tasks, images=images)
-    return 0
 
 
 def bench_precision(
@@ -98,7 +95,7 @@ def bench_precision(
     seeds: Seeds = 3,
     device: Where = "auto",
     json: Json = None,
-) -> int:
+) -> None:
     """compare complete runs in float32, tf32 and bf16 over several seeds: accuracy, forgetting, seconds
 
     Finished runs in the folder are not trained again."""
@@ -106,7 +103,6 @@ def bench_precision(
     from mambacl.bench.runs import compare_precisions
 
     publish(compare_precisions, json, preset=preset, root=root, out=out, seeds=seeds, device=device)
-    return 0
 
 
 def bench_busy(
@@ -114,7 +110,7 @@ def bench_busy(
     long: Annotated[bool, "more ways of waiting and more rounds: about five minutes"] = False,
     others: Annotated[int, "other programs, each with one thread per core", at_least(1)] = 1,
     json: Json = None,
-) -> int:
+) -> None:
     """time a training step on a shared CPU for each way in which OpenMP's threads can wait
 
     Takes about a minute on two cores."""
@@ -122,7 +118,6 @@ def bench_busy(
     from mambacl.bench.result import publish
 
     publish(busy, json, long=long, others=others)
-    return 0
 
 
 def bench_relaxation(
@@ -132,7 +127,7 @@ def bench_relaxation(
     passes: Annotated[int, "passes over each task's images", at_least(1)] = 3,
     lr: Annotated[float, "learning rate"] = 2e-3,
     json: Json = None,
-) -> int:
+) -> None:
     """measure what training A gains, at equal drift of the old features
 
     docs/exact.md explains it. Takes about 4 minutes on two cores, one on an H200."""
@@ -140,4 +135,3 @@ def bench_relaxation(
     from mambacl.bench.result import publish
 
     publish(measure, json, device=device, seeds=seeds, passes=passes, lr=lr)
-    return 0

@@ -28,16 +28,16 @@ def run_options() -> Mapping[str, Option]:
 @dataclass(frozen=True)
 class Command:
     name: str
-    function: Callable[..., int]
+    function: Callable[..., int | None]
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Any, Option]]:
         """The kind of each parameter, and what it takes."""
         hints = get_type_hints(self.function, include_extras=True)
-        made = {}
-        for name, parameter in inspect.signature(self.function).parameters.items():
-            made[name] = (parameter.kind, Option.of(name.rstrip("_"), hints[name], parameter.default))
-        return made
+        return {
+            name: (parameter.kind, Option.of(name.rstrip("_"), hints[name], parameter.default))
+            for name, parameter in inspect.signature(self.function).parameters.items()
+        }
 
     def of_kind(self, *kinds: Any) -> list[Option]:
         return [option for kind, option in self.parameters.values() if kind in kinds]
@@ -69,8 +69,9 @@ class Command:
         return f"See `mambacl {self.name} --help`."
 
     def __call__(self, arguments: Sequence[str]) -> int:
+        """Returns the exit code, which is 0 if the function returns none."""
         words, given, overrides = self.read(arguments)
-        return self.function(*self._placed(words), **given, **overrides)
+        return self.function(*self._placed(words), **given, **overrides) or 0
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
         """The positional words, the command's options by parameter, and the run's options as a nested mapping."""

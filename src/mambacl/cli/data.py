@@ -25,7 +25,7 @@ OrderSeed = Annotated[int | None, "seed of that order"]
 InScenario = Annotated[Scenario | None, "domain: each domain is a task"]
 
 
-def data_list() -> int:
+def data_list() -> None:
     """list the data sets, their sizes and the files in their root"""
     from mambacl.data import DATASETS, SOURCES
 
@@ -37,7 +37,6 @@ def data_list() -> int:
         if source:
             print(f"{'':48}root: {source.layout}")
     print("\n`mambacl data prepare NAME --root DIR` downloads and unpacks one; `mambacl data check` checks it.")
-    return 0
 
 
 def data_prepare(
@@ -76,14 +75,15 @@ def data_check(
     scenario: InScenario = None,
 ) -> int:
     """read and count all images; find missing, damaged and duplicate ones"""
-    from mambacl.data import DATASETS, check_dataset
+    from mambacl.data import DATASETS, StreamConfig, check_dataset
     from mambacl.data.checking import Finding
     from mambacl.data.preparing import not_public
 
     dataset = DATASETS.get(name)(None if root is None else expanded(root))
-    config = _changed(None, root, tasks, first_task, order, order_seed, scenario)
+    given = {"first_task": first_task, "order": order, "order_seed": order_seed}
+    config = _changed(StreamConfig(), tasks, root=root, scenario=scenario, **given)
     named = config.own_tasks or tasks or config.by_domain
-    if not named and (order, order_seed, first_task) != (None, None, None):
+    if not named and any(value is not None for value in given.values()):
         raise UserError("--order, --order-seed and --first-task need tasks: add --tasks.")
     classes_of, domains = _tasks(dataset, config) if named else (None, None)
     if domains is not None:
@@ -117,14 +117,16 @@ def data_show(
     order: Order = None,
     order_seed: OrderSeed = None,
     scenario: InScenario = None,
-) -> int:
+) -> None:
     """print the tasks of a stream with classes and counts, and draw some of their images in a PNG"""
     from mambacl.data import open_data
     from mambacl.data.preview import preview_tasks
     from mambacl.scenarios import SCENARIOS
 
     name, config = _named(stream)
-    config = _changed(config, root, tasks, first_task, order, order_seed, scenario)
+    config = _changed(
+        config, tasks, root=root, first_task=first_task, order=order, order_seed=order_seed, scenario=scenario
+    )
     dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or skip_bad))
     classes_of, domains = _tasks(dataset, config)
     picture, lines = preview_tasks(dataset, classes_of, images, domains)
@@ -135,18 +137,14 @@ def data_show(
     path = out or Path(f"{name}-tasks.png")
     picture.save(path, format="PNG")
     print(f"Picture: {path}")
-    return 0
 
 
 def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Domains | None]:
     """The classes of each task, and the domains if these are the tasks."""
-    from mambacl.data import domains_in_order, tasks_of
+    from mambacl.data.tasks import tasks_or_domains
 
-    if config.by_domain:
-        domains = domains_in_order(dataset, config.order, config.order_seed)
-        return [list(range(len(dataset.class_names))) for _ in domains.names], domains
     tasks: Any = "own" if config.own_tasks else config.tasks
-    return tasks_of(dataset, tasks, config.order, config.order_seed, config.first_task)[1], None
+    return tasks_or_domains(dataset, config.scenario, tasks, config.order, config.order_seed, config.first_task)[1:]
 
 
 def _named(word: str) -> tuple[str, StreamConfig]:
@@ -169,19 +167,8 @@ def _named(word: str) -> tuple[str, StreamConfig]:
     return config.name, config.stream
 
 
-def _changed(
-    config: StreamConfig | None,
-    root: str | None,
-    tasks: str | None,
-    first_task: int | None,
-    order: str | None,
-    order_seed: int | None,
-    scenario: Scenario | None,
-) -> StreamConfig:
-    from mambacl.data import StreamConfig
-
-    given = {"root": root, "order": order, "order_seed": order_seed, "first_task": first_task, "scenario": scenario}
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+def _changed(config: StreamConfig, tasks: str | None, **given: Any) -> StreamConfig:
+    changes = {key: value for key, value in given.items() if value is not None}
     if tasks == "own":
         changes["own_tasks"] = True
     elif tasks is not None:
@@ -189,4 +176,4 @@ def _changed(
         if not all(size.strip().isdecimal() for size in sizes):
             raise UserError(f"--tasks takes a number, sizes such as 50,10,10, or own, got '{tasks}'.")
         changes["tasks"] = int(sizes[0]) if len(sizes) == 1 else [int(size) for size in sizes]
-    return dataclasses.replace(config or StreamConfig(), **changes)
+    return dataclasses.replace(config, **changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import TextWrapper
@@ -13,21 +13,17 @@ from typing import Any, Literal, get_args, get_origin
 
 from mambacl.cli.command import Command, run_options
 from mambacl.options import REQUIRED, Option, build, describe, is_group, is_mapping, options_of, sentences_of
-from mambacl.registry import unknown
+from mambacl.registry import Registry, unknown
 
 COLUMN = 20
 PLACEHOLDERS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 RUN, ALL = "run", "all"
 
 
-def width() -> int:
-    return max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
-
-
 def wrap(text: str, indent: str = "", further: str | None = None, taken: int = 0) -> list[str]:
     """Wraps a paragraph; leaves `taken` columns free."""
-    wide = TextWrapper(width() - taken, initial_indent=indent, subsequent_indent=further or indent)
-    wide.break_on_hyphens = False
+    width = max(80, min(120, shutil.get_terminal_size((100, 24)).columns)) - taken
+    wide = TextWrapper(width, initial_indent=indent, subsequent_indent=further or indent, break_on_hyphens=False)
     return wide.wrap(" ".join(text.split()))
 
 
@@ -37,18 +33,13 @@ def command_help(command: Command, arguments: Sequence[str], below: Sequence[Com
     topic = arguments[place + 1] if len(arguments) > place + 1 else ""
     if command.takes_run_options and topic and not topic.startswith("-"):
         return group_help(topic.replace("-", "_"), arguments)
-    named = [option.name.upper() for option in command.positionals]
-    words = [name if option.default is REQUIRED else f"[{name}]"
-             for name, option in zip(named, command.positionals, strict=True)]  # fmt: skip
+    words = [option.name.upper() if option.default is REQUIRED else f"[{option.name.upper()}]"
+             for option in command.positionals]  # fmt: skip
     words += [f"[{command.rest.name.upper()} ...]"] if command.rest else []
     words += ["[--OPTION VALUE ...]"] if command.options or command.takes_run_options else []
     summary, _, more = (command.function.__doc__ or "").partition("\n\n")
-    lines = [
-        f"usage: mambacl {command.name} {' '.join(words)}".rstrip(),
-        "",
-        *wrap(summary[0].upper() + summary[1:]),
-        "",
-    ]
+    lines = [f"usage: mambacl {command.name} {' '.join(words)}".rstrip(), ""]
+    lines += [*wrap(summary[0].upper() + summary[1:]), ""]
     lines += [*wrap(more), ""] if more else []
     for option in [*command.positionals, *([command.rest] if command.rest else [])]:
         lines += _row(option.name.upper(), option.text)
@@ -58,11 +49,8 @@ def command_help(command: Command, arguments: Sequence[str], below: Sequence[Com
     if below:
         lines += ["", "Commands with other options:", *(line for c in below for line in _row(c.name, c.summary))]
     if command.name == "train":
-        lines += [
-            "",
-            "Options of the run, by group (`mambacl train --help GROUP` lists one, `--help all` lists all):",
-            *_groups(),
-        ]
+        lines += ["", "Options of the run, by group (`mambacl train --help GROUP` lists one, `--help all` lists all):"]
+        lines += _groups()
     return "\n".join(lines).rstrip()
 
 
@@ -75,18 +63,13 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
     if topic in _mappings():
         return _foreign(topic, arguments)
     if topic == ALL:
-        groups = [RUN, *(name for name, option in known.items() if is_group(option.kind))]
-        return "\n\n".join(
-            [*(group_help(group) for group in groups), _mapping("options"), _mapping("backbone_options")]
-        )
+        return "\n\n".join([*map(group_help, _group_names()), _mapping("options"), _mapping("backbone_options")])
     if topic == RUN:
         return "\n".join([f"{RUN}: options outside the other groups.", *_option_lines(RunConfig(), "")])
     if topic in known and not is_group(known[topic].kind):
-        group, _, name = topic.rpartition(".")
-        owner = known[group].kind if group else RunConfig
-        return "\n".join(_option(topic, options_of(owner)[name], sentences_of(owner).get(name, "")))
+        return "\n".join(_option(topic, known[topic], _sentence(topic)))
     if topic not in known:
-        raise unknown("group of options", topic, [*_group_names(), ALL])
+        raise unknown("group of options", topic, [*_group_names(), *_mappings(), ALL])
     kind = known[topic].kind
     value: Any = RunConfig()
     for part in topic.split("."):
@@ -102,44 +85,34 @@ def _foreign(topic: str, arguments: Sequence[str]) -> str:
     """The options of methods, classifiers or models, which need PyTorch."""
     lines = [_mapping(topic)]
     if topic in OWNERS:
-        option, owners = OWNERS[topic]
         named = dict(pairwise(part for word in arguments for part in word.split("=", 1)))
-        for name, value in owners(named.get(option)).items():
+        for name, value in _defaults(OWNERS[topic], named.get(OWNERS[topic])).items():
             rows = list(_option_lines(value, f"{topic}.", inner=True))
             lines += ["", f"{name}:" + ("" if rows else " none"), *rows]
     return "\n".join(lines)
 
 
-def _methods(name: str | None) -> dict[str, Any]:
+def _defaults(option: str, name: str | None) -> dict[str, Any]:
+    """The default options of the named method, classifier or model; without a name, of all methods or classifiers, or
+    of the default model."""
+    from mambacl.backbones.registry import MODELS
+    from mambacl.classifiers import CLASSIFIERS
+    from mambacl.config import RunConfig
     from mambacl.methods import METHODS
 
-    return {known: METHODS.get(known).options_class() for known in ([name] if name else METHODS.names())}
+    if option == "--backbone":
+        entry = MODELS.get(name or RunConfig.backbone)
+        return {entry.name: build(entry.config_class, entry.config)}
+    registry: Registry[Any] = METHODS if option == "--method" else CLASSIFIERS
+    return {known: registry.get(known).options_class() for known in ([name] if name else registry.names())}
 
 
-def _classifiers(name: str | None) -> dict[str, Any]:
-    from mambacl.classifiers import CLASSIFIERS
-
-    return {known: CLASSIFIERS.get(known).options_class() for known in ([name] if name else CLASSIFIERS.names())}
-
-
-def _models(name: str | None) -> dict[str, Any]:
-    from mambacl.backbones.registry import MODELS
-    from mambacl.config import RunConfig
-
-    entry = MODELS.get(name or RunConfig.backbone)
-    return {entry.name: build(entry.config_class, entry.config)}
-
-
-OWNERS: dict[str, tuple[str, Callable[[str | None], dict[str, Any]]]] = {
-    "options": ("--method", _methods),
-    "classifier_options": ("--classifier", _classifiers),
-    "backbone_options": ("--backbone", _models),
-}
-"""for each mapping of options: the option that names their owner, and a function that returns the owners' defaults"""
+OWNERS = {"options": "--method", "classifier_options": "--classifier", "backbone_options": "--backbone"}
+"""for each mapping of options: the option that names their owner"""
 
 
 def _mapping(topic: str) -> str:
-    where = f"; `mambacl train {OWNERS[topic][0]} NAME --help {topic}` lists them" if topic in OWNERS else ""
+    where = f"; `mambacl train {OWNERS[topic]} NAME --help {topic}` lists them" if topic in OWNERS else ""
     return "\n".join(wrap(f"{topic}: {_sentence(topic)}{where}."))
 
 
@@ -165,7 +138,8 @@ def _groups() -> list[str]:
     """One line per group; groups of the same type, such as those of the kinds of parameters, share a line."""
     from mambacl.config import preset_names
 
-    lines, seen = _row(RUN, _sentence_of_run()), set()
+    names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
+    lines, seen = _row(RUN, ", ".join(name for name in names if name not in _mappings())), set()
     for name, option in run_options().items():
         if is_group(option.kind) and option.kind not in seen:
             seen.add(option.kind)
@@ -179,7 +153,7 @@ def _groups() -> list[str]:
 
 
 def _group_names() -> list[str]:
-    return [RUN, *(name for name, option in run_options().items() if is_group(option.kind)), *_mappings()]
+    return [RUN, *(name for name, option in run_options().items() if is_group(option.kind))]
 
 
 def _mappings() -> list[str]:
@@ -192,11 +166,6 @@ def _sentence(name: str) -> str:
     group, _, last = name.rpartition(".")
     owner = run_options()[group].kind if group else RunConfig
     return sentences_of(owner).get(last, "")
-
-
-def _sentence_of_run() -> str:
-    names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
-    return ", ".join(name for name in names if name not in _mappings())
 
 
 def _summary(kind: type) -> str:

@@ -28,7 +28,7 @@ def plan(
     blocks: Annotated[int | None, "only the first N blocks", at_least(1)] = None,
     device: Annotated[Device, "where it will run: cpu, cuda"] = "auto",
     no_calibration: Annotated[bool, "do not measure the time"] = False,
-) -> int:
+) -> None:
     """predict the cost of protecting a model or preset: `mambacl plan defocus_mamba_large_22k --image-size 192`
 
     Predicts the memory, the FLOPs of a projected step and the time of a decomposition, before any training."""
@@ -59,10 +59,9 @@ def plan(
     count, where = tasks or (own if known else 10), pick_device(device)
     made = make_plan(space, images, protected, count, None if no_calibration else where, kernels=serves(where))
     print(plan_text(made, config.backbone, size, protected, count, space.setting.storage, str(where)))
-    return 0
 
 
-def models(name: Annotated[str, "only models whose name contains this"] = "") -> int:
+def models(name: Annotated[str, "only models whose name contains this"] = "") -> None:
     """list the backbones: size, FLOPs, public weights, licence, accuracy"""
     import torch
 
@@ -95,16 +94,14 @@ def models(name: Annotated[str, "only models whose name contains this"] = "") ->
         total, scan = (operations / 1e9 for operations in count_flops(model.eval(), 192))
         print(f"De-focus-L with a linear head at 192 px: {total:.1f}, or {total - scan:.1f} without the scan; "
               "the paper says 91.7.")  # fmt: skip
-    return 0
 
 
-def methods() -> int:
+def methods() -> None:
     """list the continual-learning methods"""
     from mambacl.methods import METHODS
 
     for name in METHODS.names():
         print(f"{name:14} {METHODS.get(name).summary}")
-    return 0
 
 
 def convert(
@@ -112,7 +109,7 @@ def convert(
     out: Annotated[Path, "the file to write, ending in .safetensors"],
     *,
     key: Annotated[str | None, "entry with the weights, such as model_ema"] = None,
-) -> int:
+) -> None:
     """convert a public checkpoint to safetensors: `mambacl convert FILE OUT.safetensors`
 
     Executes no code from the file."""
@@ -122,4 +119,3 @@ def convert(
     print(f"Tensors written to {out}: {len(account.loaded)}.")
     if account.inert:
         print(f"Foreign classes that were not executed: {', '.join(account.inert)}.")
-    return 0

@@ -39,7 +39,7 @@ def paper(
     only: Annotated[str, "only runs whose names contain one of these words, separated by commas"] = "",
     dry_run: Annotated[bool, "only print the runs and their states"] = False,
     **overrides: Any,
-) -> int:
+) -> None:
     """reproduce a table or figure of the paper: `mambacl paper ablation --scale nano`
 
     Trains the missing runs and prints our values beside the paper's. Also takes any option of `mambacl train`, which
@@ -69,25 +69,17 @@ def paper(
         needed = ", ".join(f"DIR/{name}" for name in dict.fromkeys(run.benchmark.dataset for run in chosen))
         raise UserError(f"Name the folder of the data: --root DIR, with {needed} (see `mambacl data prepare`).")
     run_jobs(work)
-    everything = work if len(chosen) == len(plan) else _existing(plan, folder, root, overrides)
-    text, path = render(design, records(everything), folder, scale)
+    if len(chosen) < len(plan):  # with --only, the table also shows the design's earlier runs
+        work = jobs([run for run in plan if (folder / run.key / "config.yaml").is_file()], folder, root, overrides)
+    text, path = render(design, records(work), folder, scale)
     print(text)
     say(f"Report: {path}")
-    return 0
 
 
-def _existing(plan: Any, out: Path, root: Path | None, overrides: dict[str, Any]) -> list[Job]:
-    """With --only, the table also shows the design's earlier runs."""
-    from mambacl.paper.runner import jobs
-
-    return jobs([run for run in plan if (out / run.key / "config.yaml").is_file()], out, root, overrides)
-
-
-def _list(work: Sequence[Job]) -> int:
+def _list(work: Sequence[Job]) -> None:
     for job in work:
         print(f"{job.planned.key:58} {job.state}")
     print(f"Runs: {len(work)}, finished: {sum(job.state == 'finished' for job in work)}.")
-    return 0
 
 
 def _check_overrides(design: str, overrides: Mapping[str, Any]) -> None:

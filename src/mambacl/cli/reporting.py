@@ -25,7 +25,7 @@ def report(
     import_benchmark: Annotated[str | None, "benchmark of the imported files, such as cifar100-10"] = None,
     accuracy: Annotated[str | None, "with --table: metric to use instead of final_accuracy_tasks"] = None,
     forgetting: Annotated[str | None, "with --table: metric to use instead of forgetting"] = None,
-) -> int:
+) -> None:
     """write an HTML page, figures and tables of one run or several: `mambacl report RUN...`
 
     Several runs are compared; --table compares them with the paper's values."""
@@ -52,12 +52,11 @@ def report(
     compared = comparison_table([*(load_run(path) for path in folders), *imported])
     print({"text": to_text, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}[format](compared))
     print(f"Report: {page}", file=sys.stderr)
-    return 0
 
 
 def _compare_with_paper(
     table: str, format: Format, out: Path | None, metrics: dict[str, str | None], records: list[Any]
-) -> int:
+) -> None:
     from mambacl.paper.comparison import MetricNames, compare_with_paper
     from mambacl.paper.page import as_table, long_csv, write_paper_table
     from mambacl.reports.rendering import to_latex, to_markdown, to_text
@@ -71,7 +70,6 @@ def _compare_with_paper(
     if records or out:  # the paper's values alone are only printed
         target = out or comparison_folder([record.folder for record in records])
         print(f"Report: {write_paper_table(compared, target)}", file=sys.stderr)
-    return 0
 
 
 def audit(
@@ -79,7 +77,7 @@ def audit(
     *,
     task: Annotated[int | None, "show each block for this task, counted from 1", at_least(1)] = None,
     device: AnotherDevice = None,
-) -> int:
+) -> None:
     """measure how far a run's features have drifted, and how far updates were projected: `mambacl audit RUN`
 
     Measures, block by block, how far delta, exp(delta A), delta B, C and the output have drifted since each task, on
@@ -103,4 +101,3 @@ def audit(
     else:
         print("No update was projected.\n")
     print(f"Report: {write_report([run])}", file=sys.stderr)
-    return 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mambacl.cli.status import status
 from mambacl.config import Device, preset_names, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -20,6 +20,7 @@ from mambacl.scenarios import Scenario
 if TYPE_CHECKING:
     from mambacl.training.api import Run
 
+ERASE = "\r\x1b[2K"
 REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
@@ -32,7 +33,7 @@ def train(
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     **overrides: Any,
-) -> int:
+) -> None:
     """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
     from mambacl.methods.registry import METHODS
 
@@ -56,7 +57,20 @@ def train(
         if len(configs) > 1:
             print("mambacl: repeat the command to continue the comparison.", file=sys.stderr)
         raise
-    return _show(runs, first)
+    _show(runs, first)
+
+
+@contextmanager
+def status(words: str) -> Iterator[None]:
+    """Shows a temporary line on a terminal while the user waits. Prints nothing elsewhere."""
+    live = sys.stderr.isatty()
+    if live:
+        print(f"{ERASE}{words} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if live:
+            print(ERASE, end="", file=sys.stderr, flush=True)
 
 
 def _loaded(work: list[str]) -> Callable[..., Run]:
@@ -72,7 +86,7 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     return run_training
 
 
-def _show(runs: list[Run], config: Any) -> int:
+def _show(runs: list[Run], config: Any) -> None:
     with status("writing the report"):
         from mambacl.reports import comparison_table, load_run, write_report
         from mambacl.reports.rendering import to_text
@@ -89,16 +103,15 @@ def _show(runs: list[Run], config: Any) -> int:
         page = write_report([run.folder for run in runs], parent / f"{config.name}-comparison-{config.seed}")
     print(to_text(comparison_table([load_run(run.folder) for run in runs])))
     print(f"\nReport: {page}")
-    return 0
 
 
-def resume(run: RunPath, *, device: AnotherDevice = None) -> int:
+def resume(run: RunPath, *, device: AnotherDevice = None) -> None:
     """continue a run after an interruption, from its last checkpoint: `mambacl resume RUN`"""
     _check_folder(run)
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
-    return _show([resume_run(run, device)], None)
+    _show([resume_run(run, device)], None)
 
 
 def evaluate(
@@ -107,7 +120,7 @@ def evaluate(
     batch_size: Annotated[int | None, "images per batch; affects only the speed", at_least(1)] = None,
     device: AnotherDevice = None,
     scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
-) -> int:
+) -> None:
     """evaluate a run's last checkpoint again, on all tasks learned: `mambacl evaluate RUN`"""
     _check_folder(run)
     with status("loading PyTorch"):
@@ -126,7 +139,6 @@ def evaluate(
         print("The run recorded the same counts.")
     else:
         print(f"The run recorded {recorded}: another device or other library versions can cause a difference.")
-    return 0
 
 
 def _check_folder(path: Path) -> None:

@@ -30,38 +30,21 @@ def autoaugment(
     Each operation runs only on the images that need it. Both arrays are on the host, so nothing waits for the device.
     """
     images = images.clone()
-    for column, magnitude in zip(ops.T, magnitudes.T, strict=True):
-        for places, operation in _groups(names, column, magnitude, images.shape[-2], images.shape[-1], bilinear):
-            chosen = on_device(places, images.device)
-            images.index_copy_(0, chosen, operation(images.index_select(0, chosen)))
+    warps = [number for number, name in enumerate(names) if name in GEOMETRIC]
+    for column, strengths in zip(ops.T, magnitudes.T, strict=True):
+        geometric = np.isin(column, warps)
+        if geometric.any():
+            chosen = on_device(np.flatnonzero(geometric), images.device)
+            pairs, which = np.unique(np.stack([column[geometric], strengths[geometric]]), axis=1, return_inverse=True)
+            matrices = np.array([inverse_matrix(names[int(op)], float(m), *images.shape[-2:]) for op, m in pairs.T])
+            warped = warp(images.index_select(0, chosen), matrices, which.reshape(-1), bilinear)
+            images.index_copy_(0, chosen, warped)
+        for number in np.unique(column[~geometric & (column != NONE)]):
+            places = np.flatnonzero(column == number)
+            chosen, strength = (on_device(part, images.device) for part in (places, strengths[places]))
+            made = OPERATIONS[names[number]](images.index_select(0, chosen), strength.view(-1, 1, 1, 1))
+            images.index_copy_(0, chosen, made)
     return images
-
-
-def _groups(
-    names: tuple[str, ...],
-    ops: NDArray[np.int64],
-    magnitudes: NDArray[np.float64],
-    height: int,
-    width: int,
-    bilinear: bool,
-) -> list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]]:
-    """Groups of images with the operation to apply to each group. All geometric operations share one group."""
-    groups: list[tuple[NDArray[np.int64], Callable[[Tensor], Tensor]]] = []
-    geometric = np.isin(ops, [number for number, name in enumerate(names) if name in GEOMETRIC])
-    if geometric.any():
-        pairs, which = np.unique(np.stack([ops[geometric], magnitudes[geometric]]), axis=1, return_inverse=True)
-        matrices = np.array([inverse_matrix(names[int(op)], float(m), height, width) for op, m in pairs.T])
-        groups.append((np.flatnonzero(geometric), lambda images: warp(images, matrices, which.reshape(-1), bilinear)))
-    for number in np.unique(ops[~geometric & (ops != NONE)]):
-        places = np.flatnonzero(ops == number)
-        groups.append((places, _bound(OPERATIONS[names[number]], magnitudes[places])))
-    return groups
-
-
-def _bound(
-    operation: Callable[[Tensor, Tensor], Tensor], magnitudes: NDArray[np.float64]
-) -> Callable[[Tensor], Tensor]:
-    return lambda images: operation(images, on_device(magnitudes, images.device).view(-1, 1, 1, 1))
 
 
 # Geometric operations: the nearest pixel, or the four around it weighted by nearness; black outside the image
@@ -72,11 +55,10 @@ GEOMETRIC = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 
 def inverse_matrix(name: str, magnitude: float, height: int, width: int) -> tuple[float, ...]:
     """Maps a point of the result to a point of the source, relative to the centre: x = m0 x + m1 y + m2, ..."""
-    if name == "ShearX":  # about the upper left corner
+    if name in ("ShearX", "ShearY"):  # about the upper left corner
         slope = math.tan(math.radians(math.degrees(math.atan(magnitude))))
-        return 1.0, slope, slope * height * 0.5, 0.0, 1.0, 0.0
-    if name == "ShearY":
-        slope = math.tan(math.radians(math.degrees(math.atan(magnitude))))
+        if name == "ShearX":
+            return 1.0, slope, slope * height * 0.5, 0.0, 1.0, 0.0
         return 1.0, 0.0, 0.0, slope, 1.0, slope * width * 0.5
     if name == "TranslateX":
         return 1.0, 0.0, -float(int(magnitude)), 0.0, 1.0, 0.0

@@ -112,9 +112,8 @@ def integer_weights(lengths: Tensor, longest: int, size: int, cubic: bool) -> tu
     weights = weights / weights.sum(2, keepdim=True)
     most = weights.amax((1, 2))
     powers = torch.arange(1, 23, device=lengths.device)
-    bits = ((most.view(-1, 1) * (1 << powers) + 0.5).trunc() < 1 << 15).sum(
-        1
-    )  # as many as a signed 16-bit integer holds
+    fits = (most.view(-1, 1) * (1 << powers) + 0.5).trunc() < 1 << 15  # a signed 16-bit integer
+    bits = fits.sum(1)
     scaled = weights * (1 << bits).view(-1, 1, 1)
     return (scaled + torch.where(scaled < 0, -0.5, 0.5)).trunc().to(torch.int16), bits.int()
 

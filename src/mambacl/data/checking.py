@@ -1,8 +1,9 @@
 """Checks a data set: counts, unreadable files, duplicates, training images among the test images."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,33 +83,29 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
     bad: dict[str, list[str]] = {}
     for split, images in (("train", dataset.train), ("test", dataset.test)):
         content[split] = []
-        for digest, trouble in in_threads(_read(images), range(len(images.labels))):
+        for digest, trouble in in_threads(partial(_read, images), range(len(images.labels))):
             content[split].append(digest)
             if trouble is not None:
-                bad.setdefault(_kind(trouble), []).append(
-                    trouble.rpartition(": ")[0]
-                )  # the finding states the remedy once
+                sentence = trouble.rpartition(": ")[0]  # the finding states the remedy once
+                bad.setdefault(_kind(trouble), []).append(sentence)
     for kind, sentences in bad.items():
         remedy = REMEDIES[kind]
         if kind == "missing" and name in SOURCES and SOURCES[name].downloads:
             remedy = f"`mambacl data prepare {name}` with the same root; --skip-bad trains without them"
-        report.findings.append(Finding(f"{_files(len(sentences))} {kind}", remedy, sentences))
+        files = "1 file is" if len(sentences) == 1 else f"{len(sentences):,} files are"
+        report.findings.append(Finding(f"{files} {kind}", remedy, sentences))
     return _with_duplicates(report, dataset, content)
 
 
-def _read(images: Images) -> Callable[[int], tuple[bytes | None, str | None]]:
-    """A function that returns the digest of an image's pixels, or what is wrong with the image."""
-
-    def read(index: int) -> tuple[bytes | None, str | None]:
-        try:
-            pixels = images.image(index).numpy()
-        except UserError as error:
-            return None, str(error)
-        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16)
-        digest.update(str(pixels.shape).encode())
-        return digest.digest(), None
-
-    return read
+def _read(images: Images, index: int) -> tuple[bytes | None, str | None]:
+    """The digest of an image's pixels, or what is wrong with the image."""
+    try:
+        pixels = images.image(index).numpy()
+    except UserError as error:
+        return None, str(error)
+    digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16)
+    digest.update(str(pixels.shape).encode())
+    return digest.digest(), None
 
 
 def _kind(sentence: str) -> str:
@@ -163,13 +160,7 @@ def _with_duplicates(report: DatasetCheck, dataset: DataSet, content: dict[str, 
 
 
 def _label(images: Images, split: str, index: int) -> str:
-    if isinstance(images, FileImages):
-        return str(images.files[index])
-    return f"{split} image {index}"
-
-
-def _files(count: int) -> str:
-    return "1 file is" if count == 1 else f"{count:,} files are"
+    return str(images.files[index]) if isinstance(images, FileImages) else f"{split} image {index}"
 
 
 def _span(counts: NDArray[np.int64]) -> str:

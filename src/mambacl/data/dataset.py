@@ -12,6 +12,12 @@ from mambacl.data.images import DecodedImages, Images
 from mambacl.errors import UserError
 
 
+def indices_by_group(groups: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """The indices of the members of each group, in order."""
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(groups, minlength=count))[:-1])
+
+
 @dataclass(frozen=True)
 class Domains:
     """The domain of each image, such as photographs or sketches."""
@@ -110,5 +116,4 @@ class DataSet:
         groups, count = self.train.labels, len(self.class_names)
         if by_domain and self.domains is not None:
             groups, count = groups + count * self.domains.train, count * len(self.domains.names)
-        order = np.argsort(groups, kind="stable")
-        return np.split(order, np.cumsum(np.bincount(groups, minlength=count))[:-1])
+        return indices_by_group(groups, count)

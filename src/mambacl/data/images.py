@@ -115,12 +115,8 @@ class DecodedImages:
 
     def bad(self) -> dict[int, str]:
         """What is wrong with the images that cannot be read, by index."""
-        found = in_threads(self._trouble, range(len(self.labels)))
-        return {index: trouble for index, trouble in enumerate(found) if trouble is not None}
-
-    def _trouble(self, index: int) -> str | None:
-        pixels = self.try_image(index)
-        return pixels if isinstance(pixels, str) else None
+        found = in_threads(self.try_image, range(len(self.labels)))
+        return {index: trouble for index, trouble in enumerate(found) if isinstance(trouble, str)}
 
 
 class FileImages(DecodedImages):

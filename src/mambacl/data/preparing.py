@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -20,7 +20,7 @@ from mambacl.data.dataset import DataSet
 from mambacl.data.images import FileImages
 from mambacl.data.sets import SOURCES, Download, Source, open_dataset
 from mambacl.errors import UserError
-from mambacl.files import download, expanded, has_checksum, locked, make_folder, require_space, write_stream
+from mambacl.files import download, expanded, locked, make_folder, require_space, write_stream
 from mambacl.registry import did_you_mean
 
 Say = Callable[[str], None]
@@ -81,7 +81,7 @@ def not_public(name: str, root: str | Path) -> list[str]:
     folder = expanded(root)
     named = [(folder / wanted.folder / wanted.name, wanted) for wanted in plain]
     found = [(path if path.exists() else path.with_suffix(""), wanted) for path, wanted in named]
-    return [_mismatch(path, wanted) for path, wanted in found if path.is_file() and not _matches(path, wanted)]
+    return [_mismatch(path, wanted) for path, wanted in found if path.is_file() and not wanted.matches(path)]
 
 
 def _is_complete(name: str, root: Path, source: Source) -> bool:
@@ -167,12 +167,8 @@ def _obtain(wanted: Download, given: str | None, path: Path, say: Say) -> Path:
 
 
 def _verify(path: Path, wanted: Download, remedy: str) -> None:
-    if not _matches(path, wanted):
+    if not wanted.matches(path):
         raise UserError(f"{_mismatch(path, wanted)}: {remedy}.")
-
-
-def _matches(path: Path, wanted: Download) -> bool:
-    return has_checksum(path, wanted.checksum, wanted.content)
 
 
 def _mismatch(path: Path, wanted: Download) -> str:
@@ -183,31 +179,24 @@ def _mismatch(path: Path, wanted: Download) -> str:
 # Archives
 
 
-@dataclass(frozen=True)
-class Member:
-    name: str
-    size: int
-    open: Callable[[], IO[bytes] | None]
+Member = tuple[str, int, Callable[[], IO[bytes]]]  # name, size, and a function that opens it
 
 
 def unpack(archive: Path, folder: Path) -> tuple[int, int]:
     """Returns how many files were written, and how many existed already with the same size."""
     written = present = 0
     try:
-        wanted = [(target(folder, member.name, archive), member.size) for member in members(archive)]
+        wanted = [(target(folder, name, archive), size) for name, size, _ in members(archive)]
         refuse_others(wanted, archive)  # before the first file is written
-        need = sum(size for path, size in wanted if not path.exists())
-        require_space(folder, need)
-        for member in members(archive):
-            path = target(folder, member.name, archive)
+        require_space(folder, sum(size for path, size in wanted if not path.exists()))
+        for name, _, opened in members(archive):
+            path = target(folder, name, archive)
             if path.exists():
                 present += 1
                 continue
-            source = member.open()
-            if source is not None:
-                with source:
-                    write_stream(path, source)
-                written += 1
+            with opened() as source:
+                write_stream(path, source)
+            written += 1
     except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise UserError(f"{archive} is damaged ({error}): download it again; unpacked files stay.") from None
     return written, present
@@ -222,14 +211,14 @@ def members(archive: Path) -> Iterator[Member]:
                 if stat.S_ISLNK(mode):
                     raise UserError(f"{archive} contains '{info.filename}', a link: use another archive.")
                 if not info.is_dir():
-                    yield Member(info.filename, info.file_size, lambda info=info: zipped.open(info))  # type: ignore[misc]
+                    yield info.filename, info.file_size, partial(zipped.open, info)
     elif tarfile.is_tarfile(archive):
         with tarfile.open(archive) as tar:
             for entry in tar:
                 if not entry.isdir() and not entry.isreg():
                     raise UserError(f"{archive} contains '{entry.name}', a link or device: use another archive.")
                 if entry.isreg():
-                    yield Member(entry.name, entry.size, lambda entry=entry: tar.extractfile(entry))  # type: ignore[misc]
+                    yield entry.name, entry.size, partial(tar.extractfile, entry)  # type: ignore[misc]
     else:
         raise UserError(f"{archive} is neither a zip nor a tar archive, or is damaged: download it again.")
 

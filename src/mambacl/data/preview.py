@@ -7,8 +7,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mambacl.data.dataset import DataSet, Domains
-from mambacl.data.images import Images
+from mambacl.data.dataset import DataSet, Domains, indices_by_group
 from mambacl.errors import UserError
 
 SIDE, GAP, TEXT = 64, 4, 330  # pixels
@@ -24,14 +23,14 @@ def preview_tasks(
     picture = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(picture)
     splits, classes = (dataset.train, dataset.test), len(dataset.class_names)
-    members, tested = (_members(part, np.arange(len(part.labels)), classes) for part in splits)
+    members, tested = (indices_by_group(part.labels, classes) for part in splits)
     lines = []
     for row, task in enumerate(tasks):
         top = GAP + row * (SIDE + GAP)
         if domains is not None:
-            numbers = (domains.train, domains.test)
-            parts = zip(splits, numbers, strict=True)
-            members, tested = (_members(part, np.flatnonzero(which == row), classes) for part, which in parts)
+            parts = zip(splits, (domains.train, domains.test), strict=True)
+            groups = (np.where(which == row, part.labels, classes) for part, which in parts)  # the rest comes last
+            members, tested = (indices_by_group(labels, classes + 1) for labels in groups)
             task = [c for c in task if len(members[c])]  # a domain can lack classes
         counts = f"{len(task)} classes, {_total(members, task):,} + {_total(tested, task):,} images"
         counts = counts if domains is None else f"{domains.names[row]}: {counts}"
@@ -54,13 +53,6 @@ def shortened(text: str, most: int) -> str:
 
 def _total(members: Sequence[np.ndarray], task: Sequence[int]) -> int:
     return sum(len(members[c]) for c in task)
-
-
-def _members(images: Images, chosen: np.ndarray, classes: int) -> list[np.ndarray]:
-    """The chosen images of each class."""
-    labels = images.labels[chosen]
-    counts = np.bincount(labels, minlength=classes)
-    return np.split(chosen[np.argsort(labels, kind="stable")], np.cumsum(counts)[:-1])
 
 
 def _thumbnail(dataset: DataSet, index: int) -> Image.Image:

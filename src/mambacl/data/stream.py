@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.config import StreamConfig
-from mambacl.data.dataset import DataSet
+from mambacl.data.dataset import DataSet, indices_by_group
 from mambacl.data.image_cache import ImageCache
 from mambacl.data.loaders import Batch, BatchedLoader, CpuLoader
 from mambacl.data.sets import open_dataset
-from mambacl.data.tasks import domains_in_order, tasks_of
+from mambacl.data.tasks import Tasks, domains_in_order, tasks_or_domains
 from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 from mambacl.scenarios import Scenario
@@ -34,7 +34,7 @@ class Stream:
         self,
         dataset: DataSet,
         transforms: Transforms,
-        tasks: int | Sequence[int] | Literal["own"],
+        tasks: Tasks,
         order: str | Sequence[int] = "natural",
         order_seed: int | None = None,
         seed: int = 0,
@@ -46,13 +46,9 @@ class Stream:
     ) -> None:
         self.dataset, self.transforms, self.seed, self.workers = dataset, transforms, seed, workers
         self.validation = validation  # for stream.json only: the data set is already split
-        self.scenario, self.domains = scenario, None
-        if scenario == "domain":
-            self.domains = domains_in_order(dataset, order, order_seed)
-            self.class_order = list(range(len(dataset.class_names)))
-            self.tasks = [list(self.class_order) for _ in self.domains.names]
-        else:
-            self.class_order, self.tasks = tasks_of(dataset, tasks, order, order_seed, first_task)
+        self.scenario = scenario
+        found = tasks_or_domains(dataset, scenario, tasks, order, order_seed, first_task)
+        self.class_order, self.tasks, self.domains = found
         place = np.argsort(self.class_order)  # of each class
         self._train_labels, self._test_labels = place[dataset.train.labels], place[dataset.test.labels]
         if self.domains is not None:
@@ -128,34 +124,30 @@ class Stream:
             samples = list(zip(indices[places].tolist(), seeds, strict=True))
             return CpuLoader(images, labels, transforms, samples, batch_size, self.workers)
         cached = (self._cache.train if training else self._cache.test)(task, images, indices)
-        batched = (
-            self._batched if transforms is self.transforms else BatchedTransforms(transforms, self._batched.device)
-        )
+        batched = self._batched
+        if transforms is not self.transforms:
+            batched = BatchedTransforms(transforms, batched.device)
         common = None if seed is None else seed(None)
         return BatchedLoader(batched, cached, places, labels[indices[places]], batch_size, common)
 
     def describe(self) -> dict[str, Any]:
         """The facts that identify the stream, for stream.json and results.json."""
-        names = self.dataset.class_names
-        optional: dict[str, Any] = {}
-        if self.scenario != "class":
-            optional["scenario"] = self.scenario
-        if self.domains is not None:
-            optional["domains"] = self.domains.names
-        if self.validation is not None:
-            optional["validation"] = self.validation
-        if self.dataset.skipped:
-            optional["skipped"] = list(self.dataset.skipped)
+        optional = {
+            "scenario": None if self.scenario == "class" else self.scenario,
+            "domains": self.domains and self.domains.names,
+            "validation": self.validation,
+            "skipped": list(self.dataset.skipped) or None,
+        }
         return {
             "dataset": self.dataset.name,
-            "class_names": names,
+            "class_names": self.dataset.class_names,
             "class_order": self.class_order,
             "tasks": self.tasks,
             "train": [self.train_count(t) for t in range(len(self.tasks))],
             "test": self.test_counts(),
             "fingerprint": self._fingerprint(),
             "transforms": self.transforms.describe(),
-            **optional,
+            **{key: value for key, value in optional.items() if value is not None},
         }
 
     def _fingerprint(self) -> str:
@@ -172,9 +164,7 @@ class Stream:
 def _by_task(labels: NDArray[np.int64], tasks: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
     """The indices of each task's images, in the order of the data set."""
     ends = np.cumsum([len(task) for task in tasks])
-    which = np.searchsorted(ends, labels, side="right")
-    counts = np.bincount(which, minlength=len(tasks))
-    return np.split(np.argsort(which, kind="stable"), np.cumsum(counts)[:-1])
+    return indices_by_group(np.searchsorted(ends, labels, side="right"), len(tasks))
 
 
 def mix_seeds(*numbers: int) -> int:

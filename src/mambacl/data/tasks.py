@@ -133,9 +133,23 @@ def split_into_tasks(
     return [list(order[a:b]) for a, b in pairwise(cuts)]
 
 
+Tasks = int | Sequence[int] | Literal["own"]
+
+
+def tasks_or_domains(
+    dataset: DataSet, scenario: str, tasks: Tasks, order: str | Sequence[int], seed: int | None, first: int | None
+) -> tuple[list[int], list[list[int]], Domains | None]:
+    """The class order, the classes of each task, and the domains if these are the tasks."""
+    if scenario != "domain":
+        return *tasks_of(dataset, tasks, order, seed, first), None
+    domains = domains_in_order(dataset, order, seed)
+    classes = list(range(len(dataset.class_names)))
+    return classes, [list(classes) for _ in domains.names], domains
+
+
 def tasks_of(
     dataset: DataSet,
-    tasks: int | Sequence[int] | Literal["own"],
+    tasks: Tasks,
     order: str | Sequence[int] = "natural",
     order_seed: int | None = None,
     first_task: int | None = None,

@@ -45,7 +45,18 @@ class Transforms:
 
     @cached_property
     def augment(self) -> Callable[[Tensor], Tensor] | None:
-        return _augmentation(self.config, self.size, self.padding, self.mode)
+        from torchvision.transforms import InterpolationMode, v2
+
+        name = self.config.augment
+        if name == "none":
+            return None
+        if name == "flip":
+            return v2.RandomHorizontalFlip()
+        if name == "crop-flip":
+            return v2.Compose([v2.RandomCrop(self.size, padding=self.padding), v2.RandomHorizontalFlip()])
+        policy = v2.AutoAugmentPolicy.CIFAR10 if name == "autoaugment-cifar" else v2.AutoAugmentPolicy.IMAGENET
+        crop = v2.RandomResizedCrop(self.size, interpolation=self.mode, antialias=True)
+        return v2.Compose([v2.AutoAugment(policy, InterpolationMode(self.config.augment_interpolation)), crop])
 
     @cached_property
     def covariance(self) -> Transforms:
@@ -77,7 +88,9 @@ class Transforms:
     def evaluate(self, image: Tensor) -> Tensor:
         from torchvision.transforms.v2 import functional as TF
 
-        return TF.center_crop(self._resized(image, self.resize), [self.size, self.size])
+        if image.shape[-2:] != (self.resize, self.resize):
+            image = TF.resize(image, [self.resize, self.resize], interpolation=self.mode, antialias=True)
+        return TF.center_crop(image, [self.size, self.size])
 
     def train(self, image: Tensor, seed: int) -> Tensor:
         if self.augment is None:
@@ -88,27 +101,3 @@ class Transforms:
 
     def normalize(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self.mean) / self.std
-
-    def _resized(self, image: Tensor, size: int) -> Tensor:
-        if image.shape[-2:] == (size, size):
-            return image
-        from torchvision.transforms.v2 import functional as TF
-
-        return TF.resize(image, [size, size], interpolation=self.mode, antialias=True)
-
-
-def _augmentation(
-    config: TransformConfig, size: int, padding: int, mode: InterpolationMode
-) -> Callable[[Tensor], Tensor] | None:
-    from torchvision.transforms import InterpolationMode, v2
-
-    name = config.augment
-    if name == "none":
-        return None
-    if name == "flip":
-        return v2.RandomHorizontalFlip()
-    if name == "crop-flip":
-        return v2.Compose([v2.RandomCrop(size, padding=padding), v2.RandomHorizontalFlip()])
-    policy = {"autoaugment-cifar": v2.AutoAugmentPolicy.CIFAR10, "autoaugment-imagenet": v2.AutoAugmentPolicy.IMAGENET}
-    crop = v2.RandomResizedCrop(size, interpolation=mode, antialias=True)
-    return v2.Compose([v2.AutoAugment(policy[name], InterpolationMode(config.augment_interpolation)), crop])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mambacl.data.dataset import DataSet
 from mambacl.errors import UserError
-from mambacl.files import expanded
+from mambacl.files import expanded, has_checksum
 from mambacl.log import logger
 from mambacl.registry import Registry
 
@@ -31,6 +31,9 @@ class Download:
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
+
+    def matches(self, path: Path) -> bool:
+        return has_checksum(path, self.checksum, self.content)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,7 @@ def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False) -> 
     if skip_bad:
         dataset = dataset.without_bad()
         if dataset.skipped:
-            count = len(dataset.skipped)
-            logger.warning("Skipped %d images of %s that cannot be read.", count, name)
+            logger.warning("Skipped %d images of %s that cannot be read.", len(dataset.skipped), name)
     dataset.refuse_empty(name)
     return dataset
 

@@ -1,12 +1,12 @@
 """DomainNet: all 345 classes in six domains, and the 200 classes, each from one domain, of the continual-learning
 benchmarks."""
 
-from pathlib import Path
+from functools import partial
 
-from mambacl.data.dataset import DataSet
 from mambacl.data.sets import DATASETS, SOURCES, Download, Source
-from mambacl.data.sets.split_lists import MAMBA_CL, from_public_lists, split_list
+from mambacl.data.sets.split_lists import from_public_lists, split_list
 
+FOLDERS = ("domainnet", "DomainNet")
 CLEANED = ("clipart", "painting")  # whose archives were replaced by corrected ones
 ADDRESS = "http://csr.bu.edu/ftp/visda/2019/multi-source"
 DOMAINS = {  # SHA-256 of the images' archive, of the training and of the test list
@@ -43,43 +43,29 @@ DOMAINS = {  # SHA-256 of the images' archive, of the training and of the test l
 }
 
 
-def domainnet_s200(root: Path | None) -> DataSet:
-    return from_public_lists("domainnet-s200", root, "domainnet", "DomainNet")
-
-
-def domainnet_345(root: Path | None) -> DataSet:
-    return from_public_lists("domainnet-345", root, "domainnet", "DomainNet")
-
-
 _archives = tuple(
     Download(f"{ADDRESS}/{domain if domain not in CLEANED else f'groundtruth/{domain}'}.zip", f"sha256:{sums[0]}")
     for domain, sums in DOMAINS.items()
 )
-DATASETS.add("domainnet-s200", domainnet_s200)
+DATASETS.add("domainnet-s200", partial(from_public_lists, "domainnet-s200", FOLDERS))
 SOURCES["domainnet-s200"] = Source(
     "200 classes of DomainNet, each from one domain, as in CPrompt, VPT-NSP and Mamba-CL",
     "DOMAIN/CLASS/*.jpg (six domains) and lists/sdomain_{train,val}.txt",
     (200, 47_532, 20_450),
     downloads=_archives,
     lists=(
-        split_list(
-            f"{MAMBA_CL}/sdomain_train.txt",
-            "87671cd9a6309dc5e9ebfa8eab8c14abbc270d605c9430c7525ff8e9d7e7e74e",
-        ),
-        split_list(
-            f"{MAMBA_CL}/sdomain_val.txt",
-            "112d39337e19ea1b5b81f1a423145be007c5a42e16aeea84473a98c28462a8d2",
-        ),
+        split_list("sdomain_train.txt", "87671cd9a6309dc5e9ebfa8eab8c14abbc270d605c9430c7525ff8e9d7e7e74e"),
+        split_list("sdomain_val.txt", "112d39337e19ea1b5b81f1a423145be007c5a42e16aeea84473a98c28462a8d2"),
     ),
 )
-DATASETS.add("domainnet-345", domainnet_345)
+DATASETS.add("domainnet-345", partial(from_public_lists, "domainnet-345", FOLDERS))
 SOURCES["domainnet-345"] = Source(
     "all 345 classes of DomainNet, as in CODA-Prompt and InfLoRA",
     "DOMAIN/CLASS/*.jpg (six domains) and lists/DOMAIN_{train,test}.txt",
     (345, 409_832, 176_743),
     downloads=_archives,
     lists=tuple(
-        split_list(f"{ADDRESS}/domainnet/txt/{domain}_{split}.txt", sums[1 + number])
+        split_list(f"{domain}_{split}.txt", sums[1 + number], f"{ADDRESS}/domainnet/txt")
         for number, split in enumerate(("train", "test"))
         for domain, sums in DOMAINS.items()
     ),

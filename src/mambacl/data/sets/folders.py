@@ -2,6 +2,7 @@
 ROOT/test/DOMAIN/CLASS/*. Classes and domains are numbered by their sorted names."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,14 +46,11 @@ def subfolders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def class_folders(folder: Path, class_names: list[str]) -> FileImages:
-    paths: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(class_names):
-        found = images_under(folder / name)
-        paths += found
-        labels += [label] * len(found)
-    return FileImages(folder, paths, np.array(labels, dtype=np.int64))
+def class_folders(folder: Path, class_names: Sequence[str], domains: Sequence[str] = ("",)) -> FileImages:
+    """The images in FOLDER/CLASS or FOLDER/DOMAIN/CLASS."""
+    places = [(folder / domain / name, c) for domain in domains for c, name in enumerate(class_names)]
+    found = [(path, label) for place, label in places if place.is_dir() for path in images_under(place)]
+    return FileImages(folder, [path for path, _ in found], np.array([label for _, label in found], dtype=np.int64))
 
 
 def images_under(folder: Path) -> list[Path]:
@@ -81,28 +79,13 @@ def images_under(folder: Path) -> list[Path]:
 def domain_folders(root: Path | None) -> DataSet:
     root = _root_with_splits(root, "domain-folders")
     domains = sorted({*subfolders(root / "train"), *subfolders(root / "test")})
-    folders = {
-        split: [(domain, name) for domain in domains for name in _classes(root / split / domain)]
-        for split in ("train", "test")
-    }
-    names = sorted({name for found in folders.values() for _, name in found})
+    folders = [root / split / domain for split in ("train", "test") for domain in domains]
+    names = sorted({name for folder in folders if folder.is_dir() for name in subfolders(folder)})
     if not names:
         raise UserError(f"{root} has no class folders; it must hold {SOURCES['domain-folders'].layout}.")
-    number = {name: position for position, name in enumerate(names)}
-    splits: dict[str, FileImages] = {}
-    of_image: dict[str, list[str]] = {}
-    for split, found in folders.items():
-        files = [images_under(root / split / domain / name) for domain, name in found]
-        counts = [len(part) for part in files]
-        labels = np.repeat(np.array([number[name] for _, name in found], dtype=np.int64), counts)
-        splits[split] = FileImages(root / split, [path for part in files for path in part], labels)
-        of_image[split] = [domain for (domain, _), count in zip(found, counts, strict=True) for _ in range(count)]
-    own = Domains.of(of_image["train"], of_image["test"], domains)
-    return DataSet(root.resolve().name, names, splits["train"], splits["test"], domains=own)
-
-
-def _classes(folder: Path) -> list[str]:
-    return subfolders(folder) if folder.is_dir() else []
+    train, test = (class_folders(root / split, names, domains) for split in ("train", "test"))
+    of_train, of_test = ([path.relative_to(part.root).parts[0] for path in part.files] for part in (train, test))
+    return DataSet(root.resolve().name, names, train, test, domains=Domains.of(of_train, of_test, domains))
 
 
 DATASETS.add("folders", image_folders)

@@ -1,17 +1,11 @@
 """ImageNet-R in the split of CODA-Prompt."""
 
-from pathlib import Path
+from functools import partial
 
-from mambacl.data.dataset import DataSet
 from mambacl.data.sets import DATASETS, SOURCES, Download, Source
-from mambacl.data.sets.split_lists import MAMBA_CL, from_public_lists, split_list
+from mambacl.data.sets.split_lists import from_public_lists, split_list
 
-
-def imagenet_r(root: Path | None) -> DataSet:
-    return from_public_lists("imagenet-r", root, "imagenet-r")
-
-
-DATASETS.add("imagenet-r", imagenet_r)
+DATASETS.add("imagenet-r", partial(from_public_lists, "imagenet-r", ["imagenet-r"]))
 SOURCES["imagenet-r"] = Source(
     "ImageNet-R in the split of CODA-Prompt",
     "imagenet-r/WNID/*.jpg and lists/imagenet_r_{train,val}.txt",
@@ -23,13 +17,7 @@ SOURCES["imagenet-r"] = Source(
         ),
     ),
     lists=(
-        split_list(
-            f"{MAMBA_CL}/imagenet_r_train.txt",
-            "bd1536ce73d52328d697d983652ce02eb10c5c9fc085d4b2434c67c32b81ee2c",
-        ),
-        split_list(
-            f"{MAMBA_CL}/imagenet_r_val.txt",
-            "c6719b71b1181cba536a16d77a3815295eaf3b9c844f5db4452b9bb6dac85d2f",
-        ),
+        split_list("imagenet_r_train.txt", "bd1536ce73d52328d697d983652ce02eb10c5c9fc085d4b2434c67c32b81ee2c"),
+        split_list("imagenet_r_val.txt", "c6719b71b1181cba536a16d77a3815295eaf3b9c844f5db4452b9bb6dac85d2f"),
     ),
 )

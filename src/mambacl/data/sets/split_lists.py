@@ -9,17 +9,16 @@ from mambacl.data.dataset import DataSet, Domains
 from mambacl.data.images import FileImages
 from mambacl.data.sets import SOURCES, Download, required_root
 from mambacl.errors import UserError
-from mambacl.files import has_checksum
 
 MAMBA_CL = "https://raw.githubusercontent.com/zugexiaodui/mamba-cl/0ebac10c600ca7179174e2fa9bf2036218d48dba/tools"
 Entry = tuple[str, int | None]  # a path below the images' folder, and its label if the list has labels
 
 
-def split_list(url: str, sha256: str) -> Download:
-    return Download(url, f"sha256:{sha256}", unpack=False, folder="lists")
+def split_list(file: str, sha256: str, address: str = MAMBA_CL) -> Download:
+    return Download(f"{address}/{file}", f"sha256:{sha256}", unpack=False, folder="lists")
 
 
-def from_public_lists(name: str, root: Path | None, *folders: str) -> DataSet:
+def from_public_lists(name: str, folders: Sequence[str], root: Path | None) -> DataSet:
     """The images are in the first of `folders` that exists in the root, else in the root itself."""
     root = required_root(root, name)
     train: list[Entry] = []
@@ -39,7 +38,7 @@ def read_list(root: Path, download: Download, name: str) -> list[Entry]:
             f"{root / 'lists' / download.name} does not exist: run `mambacl data prepare {name} --root {root}`"
             " (with --lists DIR if you have the lists)."
         )
-    if not has_checksum(found[0], download.checksum):
+    if not download.matches(found[0]):
         kind, _, expected = download.checksum.partition(":")
         raise UserError(
             f"{found[0]} is not the public list (its {kind.upper()} is not {expected}): fetch it from {download.url}."
@@ -82,20 +81,12 @@ def from_lists(name: str, images: Path, train: Sequence[Entry], test: Sequence[E
         return FileImages(images, [images / path for _, path in pairs], np.array([label for label, _ in pairs]))
 
     sorted_train, sorted_test = split(train), split(test)
-    domains = _domains([path for _, path in sorted_train], [path for _, path in sorted_test])
+    both = [[path for _, path in part] for part in (sorted_train, sorted_test)]
+    domains = None
+    if all(path.count("/") >= 2 for part in both for path in part):  # DOMAIN/CLASS/FILE
+        domains = Domains.of(*([path.rsplit("/", 3)[-3] for path in part] for part in both))
     class_names = [names[label] for label in range(len(names))]
     return DataSet(name, class_names, files(sorted_train), files(sorted_test), domains=domains)
-
-
-def _domains(train: Sequence[str], test: Sequence[str]) -> Domains | None:
-    """The domains in paths DOMAIN/CLASS/FILE; None if a path has no domain."""
-    if any(path.count("/") < 2 for path in (*train, *test)):
-        return None
-    return Domains.of([_domain(path) for path in train], [_domain(path) for path in test])
-
-
-def _domain(path: str) -> str:
-    return path.rsplit("/", 3)[-3]
 
 
 def _class(path: str) -> str:
