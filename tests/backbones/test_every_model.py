@@ -225,7 +225,7 @@ def test_images_that_do_not_fit_the_model_name_the_option(tmp_path, capsys):
     assert main(["train", "demo", *options]) == 2
     said = capsys.readouterr().err
     assert "30 x 30 pixels do not divide into patches" in said
-    assert "Set --stream.transforms.image_size; vim_nano's own is 32." in said and not (tmp_path / "run").exists()
+    assert "Set --stream.transforms.image_size; the size of vim_nano is 32." in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", SIZES)
