@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from mambacl.nullspace import NullSpace
-from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.statistics import value, watching
 
 GOLDENS = Path(__file__).parent / "goldens"

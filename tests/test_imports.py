@@ -32,12 +32,6 @@ ORDER = (
 )
 SERVES_ANY_MODEL = ("ops", "backbones", "tuning", "nullspace", "classifiers", "methods", "mamba_ssm_compat")
 NEVER = ("data", "config", "training")  # what these import, whatever the order says
-KNOWN = {  # imports that close a circle, to be untied
-    ("backbones.registry", "backbones.loading"),  # create_model loads weights
-    ("methods.registry", "methods.base"),  # for the type checker only
-    ("nullspace.blocks", "nullspace.block_readers"),  # built-in readers are looked up when needed
-    ("nullspace.optimizer", "nullspace.space"),  # for the type checker only
-}
 
 
 def modules() -> dict[str, Path]:
@@ -108,21 +102,15 @@ def test_metrics_know_only_counts() -> None:
 
 
 def test_there_is_no_circle() -> None:
-    open_imports = {name: {o for o in others if (name, o) not in KNOWN} for name, others in graph().items()}
+    found = graph()
     done: set[str] = set()
 
     def visit(name: str, way: tuple[str, ...]) -> None:
         assert name not in way, f"a circle of imports: {' -> '.join((*way[way.index(name) :], name))}"
         if name not in done:
-            for other in sorted(open_imports[name]):
+            for other in sorted(found[name]):
                 visit(other, (*way, name))
             done.add(name)
 
-    for name in sorted(open_imports):
+    for name in sorted(found):
         visit(name, ())
-
-
-def test_what_is_known_is_still_there() -> None:
-    found = graph()
-    stale = [edge for edge in KNOWN if edge[1] not in found.get(edge[0], ())]
-    assert not stale, f"these can leave the list: {stale}"

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError("mambacl.timm needs timm: pip install timm.") from error
 
-from mambacl.backbones.registry import create_model, list_models
+from mambacl.backbones import create_model, list_models
 
 
 def _entrypoint(name: str) -> Callable[..., Any]:

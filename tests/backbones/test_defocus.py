@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from backbones_help import assert_refused, gradients_like_recorded, on_meta, outputs_and_recorded, relative
 from nullspace_help import observed
 from safetensors.torch import load_file, save_file
 from tolerance import assert_near
@@ -28,13 +29,6 @@ MANIFESTS = {
     ),
 }
 SIZES = [name for name in list_models() if name.startswith("defocus_mamba")]
-ADDITIONS = 2**13  # on the way through the recorded model
-
-
-def on_meta(name, **options):
-    """A model of any size at no cost: shapes without values."""
-    with torch.device("meta"):
-        return create_model(name, **options)
 
 
 def images(count=2, size=16, seed=0):
@@ -44,38 +38,14 @@ def images(count=2, size=16, seed=0):
 # The recorded public model
 
 
-def relative(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
-
 def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden_model):
     model, tensors, _ = golden_model("defocus_base_like")
-    model.double()
-    batch = tensors["input"].double().requires_grad_()
-    logits = model(batch)
-    logits.square().sum().backward()
-
-    assert relative(logits, tensors["logits_f64"]) < 1e-9
-    assert relative(batch.grad, tensors["grad_input_f64"]) < 1e-9
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    recorded = {key.removeprefix("grad_f64/"): value for key, value in tensors.items() if key.startswith("grad_f64/")}
-    assert len(recorded) == 38 and recorded.keys() <= gradients.keys()
-    assert [name for name in recorded if relative(gradients[name], recorded[name]) > 1e-9] == []
+    gradients_like_recorded(model, tensors, count=38)
 
 
 def test_logits_and_block_outputs_are_those_recorded_in_float32(golden_model):
-    """Ours in float64: what differs is the rounding of the recording, the same on every machine."""
     model, tensors, _ = golden_model("defocus_base_like")
-    with torch.no_grad():
-        assert_near(model(tensors["input"]), tensors["logits_f32"], ADDITIONS)
-    model.double()
-    outputs = {}
-    for name, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
-    with torch.no_grad():
-        assert relative(model(tensors["input"].double()), tensors["logits_f32"]) < 2e-5
-    recorded = {key.removeprefix("act_f32/"): value for key, value in tensors.items() if key.startswith("act_f32/")}
+    outputs, recorded = outputs_and_recorded(model, tensors)
     assert {"blocks.0", "blocks.1", "blocks.2", "norm"} <= recorded.keys()
     assert [name for name in recorded if relative(outputs[name], recorded[name]) > 2e-5] == []
 
@@ -121,30 +91,6 @@ def test_parameters_of_the_packaged_size_are_counted_as_published():
 # The contract of every size
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_every_size_keeps_the_contract(name):
-    model = create_model(name, num_classes=11, depth=1, img_size=32).eval()
-    assert model.default_cfg["input_size"] == (3, 32, 32)
-    batch = images(size=32)
-    width = model.num_features
-    assert model.num_classes == 11
-    tokens = model.forward_features(batch)
-    assert tokens.shape[0] == 2 and tokens.shape[-1] == width
-    assert model.forward_head(tokens, pre_logits=True).shape == (2, width)
-    assert model(batch).shape == model.forward_head(tokens).shape and model(batch).shape[-1] == 11
-
-    model.reset_classifier(5)
-    assert model.num_classes == 5 and model(batch).shape[-1] == 5
-    model.reset_classifier(0)
-    assert model.num_classes == 0 and model(batch).shape == (2, width)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_a_model_without_classes_has_no_head(name):
-    model = on_meta(name, num_classes=0)
-    assert not [key for key in model.state_dict() if key.startswith("head")]
-
-
 def test_list_models_names_every_size():
     names = {f"defocus_mamba_{size}" for size in ("nano", "tiny", "small", "base", "large", "large_22k")}
     assert set(SIZES) == {"defocus_mamba", *names}
@@ -186,13 +132,6 @@ def test_average_pooling_has_no_class_token(tiny_model):
     tokens = model.forward_features(images())
     assert tokens.shape == (2, 16, 32)
     torch.testing.assert_close(model(images()), tokens.mean(1))
-
-
-def test_a_new_classifier_leaves_the_features_alone(tiny_model):
-    model = tiny_model(num_classes=3)
-    before = model.forward_features(images())
-    model.reset_classifier(9)
-    assert model(images()).shape == (2, 9) and torch.equal(model.forward_features(images()), before)
 
 
 # Options of the mixer
@@ -327,14 +266,6 @@ def test_position_embedding_is_interpolated_at_loading(tiny_model, tmp_path):
     assert larger(images(size=32)).shape == (2, 32)
 
 
-def test_batches_do_not_mix_images(tiny_model):
-    model = tiny_model(num_classes=5)
-    batch = images(6)
-    together = model(batch)
-    one_by_one = torch.cat([model(image[None]) for image in batch])
-    assert_near(together, one_by_one, terms=2**10)
-
-
 def test_drop_path_leaves_out_whole_images_and_keeps_the_mean():
     torch.manual_seed(0)
     x = torch.ones(4000, 3, 2)
@@ -435,9 +366,7 @@ def test_autocast_keeps_delta_the_decay_and_the_scan_in_float32(tiny_model, monk
     ids=str,
 )
 def test_wrong_options_are_named_with_the_remedy(options, message):
-    with pytest.raises(UserError) as caught:
-        on_meta("defocus_mamba", **options)
-    assert message in str(caught.value)
+    assert_refused("defocus_mamba", options, message)
 
 
 def test_an_unknown_model_is_named_with_the_closest():

@@ -23,6 +23,12 @@ from mambacl.files import write_tensors
 
 NANO = [name for name in list_models() if name.endswith("_nano")]
 SIZES = [name for name in list_models() if name not in NANO]
+SHRUNK = {
+    "defocus_mamba": {"depth": 1, "img_size": 32},
+    "vim": {"depth": 1, "img_size": 32},
+    "vmamba": {"depths": [1, 1, 1], "dims": 16, "imgsize": 32},
+    "mambavision": {"depths": (1, 1, 2, 1), "dim": 16, "resolution": 32, "num_heads": (1, 1, 2, 4)},
+}
 
 
 def images(count=2, height=32, width=32, seed=0):
@@ -87,6 +93,27 @@ def test_a_new_classifier_follows_the_models_device_and_precision(nano):
     pooled = model.forward_head(model.forward_features(images().double()), pre_logits=True)
     assert torch.equal(model(images().double()), pooled) or model.training
     assert model(images().double()).shape == (2, model.num_features)
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_every_size_keeps_the_contract(name):
+    """Each with its options, but few and narrow blocks."""
+    model = create_model(name, num_classes=11, **next(o for family, o in SHRUNK.items() if family in name)).eval()
+    assert model.default_cfg["input_size"] == (3, 32, 32)
+    assert {"mean", "std", "crop_pct", "interpolation"} <= model.default_cfg.keys()
+    features = model.forward_features(images())
+    pooled = model.forward_head(features, pre_logits=True)
+    assert pooled.shape == (2, model.num_features)
+    logits = model(images())
+    assert torch.equal(logits, model.forward_head(features))
+    assert model.num_classes == 11 and len(logits) == 2 and logits.shape[-1] == 11
+
+    model.reset_classifier(5)
+    assert model.num_classes == 5 and model(images()).shape[-1] == 5
+    assert torch.equal(model.forward_features(images()), features)
+    model.reset_classifier(0)
+    assert model.num_classes == 0 and torch.equal(model(images()), pooled)
+    assert not [key for key in model.state_dict() if key.startswith(("head", "classifier.head"))]
 
 
 def nano_name(model):
@@ -225,7 +252,7 @@ def test_images_that_do_not_fit_the_model_name_the_option(tmp_path, capsys):
     assert main(["train", "demo", *options]) == 2
     said = capsys.readouterr().err
     assert "30 x 30 pixels do not divide into patches" in said
-    assert "Set --stream.transforms.image_size; vim_nano's own is 32." in said and not (tmp_path / "run").exists()
+    assert "Set --stream.transforms.image_size; the size of vim_nano is 32." in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", SIZES)

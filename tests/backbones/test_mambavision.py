@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from tolerance import assert_near
+from backbones_help import assert_refused, gradients_like_recorded, on_meta, outputs_and_recorded, relative, under
 from torch import nn
 
 from mambacl.backbones import create_model, list_models, load_weights, mambavision
@@ -17,7 +16,6 @@ from mambacl.errors import UserError
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 GOLDEN = "mambavision_T_like"
-NOT_PASSED = ("family", "final_norm", "input_hw")
 MANIFESTS = {
     "mamba_vision_T": ("mambavision_tiny", 31_794_248),
     "mamba_vision_T2": ("mambavision_tiny2", 35_104_008),
@@ -42,12 +40,6 @@ TINY = {
 }
 
 
-def on_meta(name, **options):
-    """A model of any size at no cost: shapes without values."""
-    with torch.device("meta"):
-        return create_model(name, **options)
-
-
 def tiny(**options):
     """A model of a few thousand values, the same each time, with features and statistics of a usual size."""
     torch.manual_seed(0)
@@ -68,65 +60,30 @@ def images(count=2, height=32, width=None, seed=0):
     return torch.randn(count, 3, height, width or height, generator=torch.Generator().manual_seed(seed))
 
 
-def relative(actual, expected):
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
-
 # The recorded public model
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    return load_file(GOLDENS / f"{GOLDEN}.safetensors")
-
-
 @pytest.fixture
-def golden(recorded):
-    config = json.loads((GOLDENS / f"{GOLDEN}.json").read_text())["config"]
-    options = {k: v for k, v in config.items() if k not in NOT_PASSED and not k.startswith("_")}
-    model = create_model("mambavision", **options)
-    model.load_state_dict(under("state_dict/", recorded))
-    return model.eval()
+def golden(golden_model):
+    """The recorded model with its weights, and all recorded tensors."""
+    model, tensors, _ = golden_model(GOLDEN)
+    return model, tensors
 
 
-def under(prefix, tensors):
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden, recorded):
-    golden.double()
-    batch = recorded["input"].double().requires_grad_()
-    logits = golden(batch)
-    logits.square().sum().backward()
-
-    assert relative(logits, recorded["logits_f64"]) < 1e-9
-    assert relative(batch.grad, recorded["grad_input_f64"]) < 1e-9
-    gradients = {name: parameter.grad for name, parameter in golden.named_parameters()}
-    expected = under("grad_f64/", recorded)
-    assert len(expected) == 52 and expected.keys() <= gradients.keys()
-    assert [name for name in expected if relative(gradients[name], expected[name]) > 1e-9] == []
+def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden):
+    gradients = gradients_like_recorded(*golden, count=52)
     norms = json.loads((GOLDENS / f"{GOLDEN}.json").read_text())["grad_norms_f64"]
     assert {name: gradient.norm().item() for name, gradient in gradients.items()} == pytest.approx(norms, rel=1e-9)
 
 
-def test_logits_and_block_outputs_are_those_recorded_in_float32(golden, recorded):
-    """Ours in float64: what differs is the rounding of the recording, the same on every machine."""
-    outputs = {}
-    with torch.no_grad():
-        assert_near(golden(recorded["input"]), recorded["logits_f32"], terms=2**13)
-    golden.double()
-    for name, module in golden.named_modules():
-        module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
-    with torch.no_grad():
-        assert relative(golden(recorded["input"].double()), recorded["logits_f32"]) < 2e-5
-    outputs["avgpool"] = golden.forward_head(outputs["norm"], pre_logits=True)[:, :, None, None]
-    expected = under("act_f32/", recorded)
+def test_logits_and_block_outputs_are_those_recorded_in_float32(golden):
+    outputs, expected = outputs_and_recorded(*golden)
+    outputs["avgpool"] = golden[0].forward_head(outputs["norm"], pre_logits=True)[:, :, None, None]
     assert len(expected) == 16
     assert [name for name in expected if relative(outputs[name], expected[name]) > 2e-5] == []
 
 
-def test_each_scan_is_the_recorded_one(golden, recorded, monkeypatch):
+def test_each_scan_is_the_recorded_one(golden, monkeypatch):
     scans, outputs = [], []
     original = mambavision.ops.scan_tokens
 
@@ -135,14 +92,15 @@ def test_each_scan_is_the_recorded_one(golden, recorded, monkeypatch):
         return original(*tensors, **options)
 
     monkeypatch.setattr(mambavision.ops, "scan_tokens", record)
-    for module in golden.modules():
+    model, tensors = golden
+    for module in model.modules():
         if isinstance(module, mambavision.MambaVisionMixer):
             module.out_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
     with torch.no_grad():
-        golden.double()(recorded["input"].double())
+        model.double()(tensors["input"].double())
     assert len(scans) == len(outputs) == 4
     for call, ((u, steps, _, B, C), y) in enumerate(zip(scans, outputs, strict=True)):
-        expected = under(f"scan_f32/{call}/", recorded)
+        expected = under(tensors, f"scan_f32/{call}/")
         features = {"u": u, "delta": F.softplus(steps), "B": B.squeeze(2), "C": C.squeeze(2), "out": y.chunk(2, -1)[0]}
         assert {name: relative(features[name].mT, expected[name]) < 2e-5 for name in expected} == dict.fromkeys(
             features, True
@@ -185,46 +143,9 @@ def test_nano_is_small():
 # The contract of every size
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_every_size_keeps_the_contract(name):
-    model = create_model(
-        name, num_classes=11, depths=(1, 1, 2, 1), dim=16, resolution=32, num_heads=(1, 1, 2, 4)
-    ).eval()
-    batch, width = images(), model.num_features
-    assert model.default_cfg["input_size"] == (3, 32, 32)
-    features = model.forward_features(batch)
-    assert features.shape[:2] == (2, width)
-    pooled = model.forward_head(features, pre_logits=True)
-    torch.testing.assert_close(pooled, features.mean((2, 3)))
-    assert model.num_classes == 11
-    assert torch.equal(model(batch), model.head(pooled)) and model(batch).shape == (2, 11)
-
-    model.reset_classifier(5)
-    assert model.num_classes == 5 and model(batch).shape == (2, 5)
-    assert torch.equal(model.forward_features(batch), features)
-    model.reset_classifier(0)
-    assert model.num_classes == 0 and torch.equal(model(batch), pooled)
-    assert not [key for key in model.state_dict() if key.startswith("head")]
-
-
 def test_list_models_names_every_size():
     names = "nano", "tiny", "tiny2", "small", "base", "base_21k", "large", "large_21k", "large2"
     assert set(SIZES) == {"mambavision", *(f"mambavision_{name}" for name in names)}
-
-
-def test_state_round_trip():
-    model, other = tiny(layer_scale=0.5), tiny(layer_scale=0.5)
-    for tensor in (*other.parameters(), *other.buffers()):
-        tensor.data.fill_(3)
-    assert not torch.allclose(other(images()), model(images()))
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(images()), model(images()))
-
-
-def test_batches_do_not_mix_images():
-    model, batch = tiny(), images(6)
-    one_by_one = torch.cat([model(image[None]) for image in batch])
-    assert_near(model(batch), one_by_one, terms=2**10)
 
 
 def test_initial_values_are_the_public_ones():
@@ -491,9 +412,7 @@ def test_other_names_are_left_for_the_account():
     ids=str,
 )
 def test_wrong_options_are_named_with_the_remedy(options, message):
-    with pytest.raises(UserError) as caught:
-        on_meta("mambavision", **options)
-    assert message in str(caught.value)
+    assert_refused("mambavision", options, message)
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (2, 1, 32, 32), (2, 3, 0, 32)])

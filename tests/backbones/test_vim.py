@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from backbones_help import assert_refused, gradients_like_recorded, on_meta, outputs_and_recorded, relative, under
 from tolerance import assert_near, rounding
-from vim_help import TINY, relative, tiny
+from vim_help import tiny
 
-from mambacl.backbones import create_model, list_models, load_weights, vim
+from mambacl.backbones import create_model, list_models, vim
 from mambacl.errors import UserError
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -18,18 +18,8 @@ MANIFESTS = ("vim_tiny", "vim_tiny_stride8", "vim_small", "vim_small_stride8", "
 SIZES = ("vim", "vim_nano", *MANIFESTS)
 
 
-def on_meta(name, **options):
-    """A model of any size at no cost: shapes without values."""
-    with torch.device("meta"):
-        return create_model(name, **options)
-
-
 def images(count=2, height=16, width=None, seed=0):
     return torch.randn(count, 3, height, width or height, generator=torch.Generator().manual_seed(seed))
-
-
-def under(tensors, prefix):
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 # The recorded public model
@@ -43,32 +33,11 @@ def golden(golden_model):
 
 
 def test_logits_and_gradients_are_the_recorded_ones_in_float64(golden):
-    model, tensors = golden
-    model.double()
-    batch = tensors["input"].double().requires_grad_()
-    logits = model(batch)
-    logits.square().sum().backward()
-
-    assert relative(logits, tensors["logits_f64"]) < 1e-9
-    assert relative(batch.grad, tensors["grad_input_f64"]) < 1e-9
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    recorded = under(tensors, "grad_f64/")
-    assert len(recorded) == 55 and recorded.keys() <= gradients.keys()
-    assert [name for name in recorded if relative(gradients[name], recorded[name]) > 1e-9] == []
+    gradients_like_recorded(*golden, count=55)
 
 
 def test_logits_and_block_outputs_are_those_recorded_in_float32(golden):
-    """Ours in float64: what differs is the rounding of the recording, the same on every machine."""
-    model, tensors = golden
-    with torch.no_grad():
-        assert_near(model(tensors["input"]), tensors["logits_f32"], terms=2**13)
-    model.double()
-    outputs = {}
-    for name, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, output, name=name: outputs.__setitem__(name, output))
-    with torch.no_grad():
-        assert relative(model(tensors["input"].double()), tensors["logits_f32"]) < 2e-5
-    recorded = under(tensors, "act_f32/")
+    outputs, recorded = outputs_and_recorded(*golden)
     assert relative(outputs["patch_embed"], recorded["patch_embed"]) < 2e-5
     for i in range(3):  # the public layer gives its mixer's output, and the residual before it
         hidden, residual = recorded[f"layers.{i}/0"], recorded[f"layers.{i}/1"]
@@ -137,49 +106,6 @@ def test_every_size_is_listed_with_the_licence_of_its_weights():
     for name in MANIFESTS:
         weights = vim.MODELS.get(name).weights
         assert weights.licence == "Apache-2.0" and weights.top1 > 75 and weights.url.endswith(".pth")
-
-
-# The contract of every size
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_every_size_keeps_the_contract(name):
-    model = create_model(name, num_classes=11, depth=1, img_size=32).eval()
-    assert model.default_cfg["input_size"] == (3, 32, 32)
-    assert {"mean", "std", "crop_pct", "interpolation"} <= model.default_cfg.keys()
-    batch, width = images(height=32), model.num_features
-    assert model.num_classes == 11
-    tokens = model.forward_features(batch)
-    assert tokens.shape[0] == 2 and tokens.shape[-1] == width
-    assert model.forward_head(tokens, pre_logits=True).shape == (2, width)
-    assert torch.equal(model(batch), model.forward_head(tokens)) and model(batch).shape == (2, 11)
-
-    model.reset_classifier(5)
-    assert model.num_classes == 5 and model(batch).shape == (2, 5)
-    assert torch.equal(model.forward_features(batch), tokens)
-    model.reset_classifier(0)
-    assert model.num_classes == 0 and torch.equal(model(batch), model.forward_head(tokens, pre_logits=True))
-    assert not [key for key in model.state_dict() if key.startswith("head")]
-
-
-def test_a_new_head_has_the_models_precision():
-    model = tiny().double()
-    model.reset_classifier(3)
-    assert model(images().double()).dtype == torch.float64
-
-
-def test_state_goes_to_a_file_and_back(tmp_path):
-    model, other = tiny(num_classes=3), create_model("vim", **{**TINY, "num_classes": 3}).eval()
-    save_file(model.state_dict(), tmp_path / "vim.safetensors")
-    account = load_weights(other, tmp_path / "vim.safetensors")
-    assert account.missing == account.unexpected == account.reshaped == []
-    assert torch.equal(model(images()), other(images()))
-
-
-def test_batches_do_not_mix_images():
-    model, batch = tiny(num_classes=5), images(6)
-    one_by_one = torch.cat([model(image[None]) for image in batch])
-    assert_near(model(batch), one_by_one, terms=2**10)
 
 
 def test_initial_values_are_the_public_ones():
@@ -400,9 +326,7 @@ def test_compiles_as_one_graph(height):
     ids=str,
 )
 def test_wrong_options_are_named_with_the_remedy(options, message):
-    with pytest.raises(UserError) as caught:
-        on_meta("vim", **options)
-    assert message in str(caught.value)
+    assert_refused("vim", options, message)
 
 
 def test_wrong_images_are_refused():

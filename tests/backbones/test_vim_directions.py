@@ -4,9 +4,10 @@ import statistics
 
 import pytest
 import torch
+from backbones_help import relative
 from kernels_help import DEVICE, gpu, kernels, poisoned
 from tolerance import rounding
-from vim_help import relative, tiny
+from vim_help import tiny
 
 from mambacl.backbones import create_model, vim
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from mambacl.errors import UserError
 from mambacl.nullspace import BLOCK_READERS, PAPER_KINDS, NullSpace
-from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.statistics import value, watching
 
 

@@ -10,7 +10,7 @@ from nullspace_help import A_LOG, X_PROJ, images, set_random_gradients, snapshot
 import mambacl.ops
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace
-from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.elementwise import MARGIN, Activity, activity, activity_and_sensitivity, box, sensitivity
 from mambacl.nullspace.statistics import value, watching
 

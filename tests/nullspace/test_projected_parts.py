@@ -10,7 +10,7 @@ from tolerance import rounding
 from torch import nn
 
 from mambacl.nullspace import Decomposition, NullSpace, Part, dense_projector, null_rank
-from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.projected_step import PADDING, ProjectedStep, projected_parts
 from mambacl.nullspace.projectors import decompose, project_part
 

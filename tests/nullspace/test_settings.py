@@ -10,7 +10,7 @@ from torch import nn
 from mambacl.backbones.defocus import Mixer, MixerConfig
 from mambacl.errors import UserError
 from mambacl.nullspace import PAPER_KINDS, SETTINGS, NullSpace, Rule, Setting, ablation
-from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.settings import given_rules
 
 

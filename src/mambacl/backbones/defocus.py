@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl import ops
-from mambacl.backbones.layers import PatchEmbed, RMSNorm, drop_path, refuse_other_pooling, run_blocks
+from mambacl.backbones.layers import (
+    Backbone,
+    PatchEmbed,
+    RMSNorm,
+    check_positive,
+    drop_path,
+    drop_path_rates,
+    initialize_linear,
+    run_blocks,
+)
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.precision import at_least_float32, full_precision
@@ -45,9 +54,7 @@ class MixerConfig:
     delta_scale_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("state_size", "conv_kernel", "intermediate_size", "time_step_rank"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        check_positive(self, "state_size", "conv_kernel", "intermediate_size", "time_step_rank")
         if self.hidden_act != "silu" or self.use_out_norm:
             raise UserError(
                 "De-focus Mamba supports only hidden_act 'silu' and use_out_norm false, like the public code."
@@ -78,9 +85,7 @@ class DefocusConfig:
     mamba: MixerConfig = field(default_factory=MixerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("img_size", "patch_size", "embed_dim", "depth"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        check_positive(self, "img_size", "patch_size", "embed_dim", "depth")
         if self.num_classes < 0:
             raise UserError(f"num_classes must not be negative, got {self.num_classes}.")
         if self.use_rope and self.mamba.state_size % 2:
@@ -160,43 +165,29 @@ class Block(nn.Module):
         return residual + drop_path(self.mixer(self.norm(x)), self.drop_path_rate, self.training)
 
 
-class DefocusMamba(nn.Module):
+class DefocusMamba(Backbone):
     """De-focus Mamba with a head, or without one (`num_classes` = 0).
 
     With the auxiliary head, the output is (b, l + 1, classes): `head2` of each patch, then `head` of the class token.
     """
 
     def __init__(self, config: DefocusConfig) -> None:
-        super().__init__()
+        super().__init__(config.embed_dim, config.img_size, 224 / 256, ("head", "head2"))
         self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = config.embed_dim
-        self.grad_checkpointing = False
-        self.default_cfg = {
-            "input_size": (3, config.img_size, config.img_size),
-            "mean": (0.485, 0.456, 0.406),
-            "std": (0.229, 0.224, 0.225),
-            "crop_pct": 224 / 256,
-            "interpolation": "bicubic",
-            "classifier": ("head", "head2"),
-        }
         self.patch_embed = PatchEmbed(config.patch_size, config.embed_dim, 2 if config.patch_embed_change_res else 1)
         self.grid_size = config.img_size // config.patch_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim)) if "cls" in config.head_type else None
         pos_embed = torch.zeros(1, self.grid_size**2, config.embed_dim)
         self.pos_embed = nn.Parameter(pos_embed) if config.use_pos_embed else None
-        rates = [config.drop_path_rate * i / max(1, config.depth - 1) for i in range(config.depth)]
+        rates = drop_path_rates(config.drop_path_rate, config.depth)
         self.blocks = nn.ModuleList([Block(config, rate) for rate in rates])
         self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
         self.reset_classifier(config.num_classes)
         self.apply(self._initialize)
 
     def _initialize(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, Mixer):  # `apply` visits its linear layers first
+        initialize_linear(module)
+        if isinstance(module, Mixer):  # `apply` visits its linear layers first
             module.reset_parameters()
             if self.config.mamba.rescale_prenorm_residual:
                 nn.init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
@@ -207,22 +198,12 @@ class DefocusMamba(nn.Module):
                 if parameter is not None:
                     nn.init.trunc_normal_(parameter, std=0.02)
 
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the head by a new one for this many classes; 0 removes it."""
-        refuse_other_pooling(global_pool)
-        self.num_classes = num_classes
+    def replace_head(self) -> None:
         like = self.norm.weight
-        self.head = self._new_head().to(like.device, like.dtype)
-        self.head2 = self._new_head().to(like.device, like.dtype) if self.config.use_aux_loss else None
+        self.head = self.new_head().to(like.device, like.dtype)
+        self.head2 = self.new_head().to(like.device, like.dtype) if self.config.use_aux_loss else None
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Saves memory: the backward recomputes each block instead of storing its activations."""
-        self.grad_checkpointing = enable
-
-    def _new_head(self) -> nn.Module:
+    def new_head(self) -> nn.Module:
         width = self.num_features
         if self.num_classes == 0:
             return nn.Identity()
@@ -246,9 +227,6 @@ class DefocusMamba(nn.Module):
         if self.head2 is None:
             return self.head(pooled)
         return torch.cat((self.head2(tokens[:, :-1]), self.head(tokens[:, -1:])), dim=1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
 
     def _checked(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:

@@ -1,4 +1,4 @@
-"""Loads weights from a file into a model, and reports what happened to each tensor."""
+"""`create_model`; loads weights from a file into a model, and reports what happened to each tensor."""
 
 import os
 import zipfile
@@ -12,10 +12,36 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mambacl.backbones.registry import ModelEntry
+from mambacl.backbones.registry import MODELS, ModelEntry
 from mambacl.backbones.unpickling import find_state_dict, read_checkpoint
 from mambacl.errors import UserError
 from mambacl.files import download, replacing
+from mambacl.log import logger
+from mambacl.options import build_config, merge
+
+
+def create_model(
+    name: str, pretrained: bool | str | Path = False, *, num_classes: int | None = None, **config: Any
+) -> nn.Module:
+    """Creates a backbone by name.
+
+    `pretrained`: True for the public weights of this model, or the path of a checkpoint (.safetensors or a public
+    .pth). `num_classes`: 0 for no classifier (the output is the pooled feature). `config`: overrides by name, nested
+    ones as a mapping.
+    """
+    entry = MODELS.get(name)
+    if num_classes is not None:
+        config["num_classes"] = num_classes
+    model = entry.build(build_config(entry.config_class, merge(entry.config, config), name))
+    load_pretrained(model, name, pretrained)
+    return model
+
+
+def load_pretrained(model: nn.Module, name: str, pretrained: bool | str | Path) -> None:
+    """Loads the public weights of this model (True), those of a file (a path), or none (False)."""
+    if pretrained is not False:
+        path = weights_file(MODELS.get(name)) if pretrained is True else Path(pretrained)
+        logger.info("%s", load_weights(model, path))
 
 
 @dataclass

@@ -6,6 +6,7 @@ models trained from those weights. The mixer's equations are numbered in `MambaV
 """
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl import ops
-from mambacl.backbones.layers import drop_path, refuse_other_pooling, run_blocks
+from mambacl.backbones.layers import (
+    Backbone,
+    check_positive,
+    drop_path,
+    drop_path_rates,
+    initialize_linear,
+    mlp,
+    run_blocks,
+)
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -46,9 +55,7 @@ class MambaVisionConfig:
     stem_stride: int = 4  # 4 in the public models; 2 or 1 for small images
 
     def __post_init__(self) -> None:
-        for name in ("dim", "in_dim", "d_state", "d_conv", "expand", "resolution"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        check_positive(self, "dim", "in_dim", "d_state", "d_conv", "expand", "resolution")
         for name in ("depths", "window_size", "num_heads"):
             given = getattr(self, name)
             valid = isinstance(given, (tuple, list)) and all(type(n) is int and n > 0 for n in given)
@@ -123,16 +130,6 @@ class Attention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class WindowBlock(nn.Module):
     """A mixer or attention, then an MLP, on the tokens of windows (windows, l, c); drop path drops entire windows."""
 
@@ -141,7 +138,7 @@ class WindowBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.mixer = mixer
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width, int(width * config.mlp_ratio))
+        self.mlp = mlp(width, int(width * config.mlp_ratio))
         scale = torch.full((width,), float(config.layer_scale))
         self.gamma_1 = nn.Parameter(scale) if config.layer_scale else None
         self.gamma_2 = nn.Parameter(scale.clone()) if config.layer_scale else None
@@ -172,30 +169,22 @@ class ConvBlock(nn.Module):
         return x + drop_path(y, self.drop_path_rate, self.training)
 
 
-class Stem(nn.Module):
-    def __init__(self, config: MambaVisionConfig) -> None:
-        super().__init__()
-        first, second = (2 if config.stem_stride > 1 else 1), (2 if config.stem_stride > 2 else 1)
-        self.conv_down = nn.Sequential(
-            nn.Conv2d(3, config.in_dim, 3, first, 1, bias=False),
-            nn.BatchNorm2d(config.in_dim, eps=1e-4),
-            nn.ReLU(),
-            nn.Conv2d(config.in_dim, config.dim, 3, second, 1, bias=False),
-            nn.BatchNorm2d(config.dim, eps=1e-4),
-            nn.ReLU(),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.conv_down(images)
+def _stem(config: MambaVisionConfig) -> nn.Sequential:
+    first, second = (2 if config.stem_stride > 1 else 1), (2 if config.stem_stride > 2 else 1)
+    layers = nn.Sequential(
+        nn.Conv2d(3, config.in_dim, 3, first, 1, bias=False),
+        nn.BatchNorm2d(config.in_dim, eps=1e-4),
+        nn.ReLU(),
+        nn.Conv2d(config.in_dim, config.dim, 3, second, 1, bias=False),
+        nn.BatchNorm2d(config.dim, eps=1e-4),
+        nn.ReLU(),
+    )
+    return nn.Sequential(OrderedDict(conv_down=layers))
 
 
-class Downsample(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.reduction = nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.reduction(x)
+def _downsample(width: int) -> nn.Sequential:
+    convolution = nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False)
+    return nn.Sequential(OrderedDict(reduction=nn.Sequential(convolution)))
 
 
 class Level(nn.Module):
@@ -216,7 +205,7 @@ class Level(nn.Module):
             mixer = MambaVisionMixer(width, config) if scans else Attention(width, config.num_heads[stage])
             blocks.append(WindowBlock(width, mixer, config, rate))
         self.blocks = nn.ModuleList(blocks)
-        self.downsample = Downsample(width) if stage < 3 else None
+        self.downsample = _downsample(width) if stage < 3 else None
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
@@ -244,55 +233,19 @@ def from_windows(x: Tensor, window: int, shape: torch.Size) -> Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(shape)
 
 
-class MambaVision(nn.Module):
+class MambaVision(Backbone):
     """MambaVision with a head, or without one (`num_classes` = 0)."""
 
     def __init__(self, config: MambaVisionConfig) -> None:
-        super().__init__()
+        super().__init__(8 * config.dim, config.resolution, config.crop_pct)
         self.config = config
-        self.num_classes = config.num_classes
-        self.num_features = 8 * config.dim
-        self.default_cfg = {
-            "input_size": (3, config.resolution, config.resolution),
-            "mean": (0.485, 0.456, 0.406),
-            "std": (0.229, 0.224, 0.225),
-            "crop_pct": config.crop_pct,
-            "interpolation": "bicubic",
-            "classifier": "head",
-        }
-        self.patch_embed = Stem(config)
-        last = max(1, sum(config.depths) - 1)
-        rates = iter([config.drop_path_rate * i / last for i in range(sum(config.depths))])
+        self.patch_embed = _stem(config)
+        rates = iter(drop_path_rates(config.drop_path_rate, sum(config.depths)))
         levels = [Level(i, config, [next(rates) for _ in range(depth)]) for i, depth in enumerate(config.depths)]
         self.levels = nn.ModuleList(levels)
         self.norm = nn.BatchNorm2d(self.num_features)
         self.reset_classifier(config.num_classes)
-        self.apply(self._initialize)
-
-    @staticmethod
-    def _initialize(module: nn.Module) -> None:
-        """All linear layers in the same way, even dt_proj, unlike Mamba; convolutions keep PyTorch's default."""
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the head by a new one for this many classes; 0 removes it."""
-        refuse_other_pooling(global_pool)
-        self.num_classes = num_classes
-        head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
-        self._initialize(head)
-        self.head = head.to(self.norm.weight.device, self.norm.weight.dtype)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Saves memory: the backward recomputes each block instead of storing its activations."""
-        for module in self.modules():
-            if isinstance(module, Level):
-                module.grad_checkpointing = enable
+        self.apply(initialize_linear)  # even dt_proj, unlike Mamba; convolutions keep PyTorch's default
 
     def forward_features(self, images: Tensor) -> Tensor:
         """The last stage's map after the norm, (b, c, h, w)."""
@@ -306,9 +259,6 @@ class MambaVision(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = x.mean((2, 3))
         return pooled if pre_logits else self.head(pooled)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Translates a public file's tensors to this model's names. From a pre-training file it takes the encoder;

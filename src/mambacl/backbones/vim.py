@@ -6,14 +6,22 @@ numbered in `Mixer.forward`.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl import ops
-from mambacl.backbones.layers import RMSNorm, drop_path, refuse_other_pooling, run_blocks
+from mambacl.backbones.layers import (
+    Backbone,
+    PatchEmbed,
+    RMSNorm,
+    check_positive,
+    drop_path,
+    drop_path_rates,
+    initialize_linear,
+    run_blocks,
+)
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.linear import is_plain
@@ -61,9 +69,7 @@ class VimConfig:
     use_middle_cls_token: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("img_size", "patch_size", "stride", "embed_dim", "depth", "d_state", "d_conv", "expand"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        check_positive(self, "img_size", "patch_size", "stride", "embed_dim", "depth", "d_state", "d_conv", "expand")
         for name in ("num_classes", "dt_rank"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must not be negative, got {getattr(self, name)}.")
@@ -189,21 +195,7 @@ class Block(nn.Module):
         return residual + drop_path(self.mixer(self.norm(x)), self.drop_path_rate, self.training)
 
 
-class PatchEmbed(nn.Module):
-    """Turns an image into tokens in row order with a convolution, whose patches can overlap."""
-
-    def __init__(self, config: VimConfig) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, config.embed_dim, kernel_size=config.patch_size, stride=config.stride)
-        nn.init.trunc_normal_(self.proj.weight, std=(3 * config.patch_size**2) ** -0.5)
-        if self.proj.bias is not None:
-            nn.init.zeros_(self.proj.bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)  # (b, l, c)
-
-
-class Vim(nn.Module):
+class Vim(Backbone):
     """Vim with a head, or without one (`num_classes` = 0).
 
     Images can have any size that divides into patches, also rectangles. For a size other than `img_size`, each forward
@@ -211,48 +203,30 @@ class Vim(nn.Module):
     """
 
     def __init__(self, config: VimConfig) -> None:
-        super().__init__()
+        super().__init__(config.embed_dim, config.img_size, 0.875)
         self.config = config
-        self.num_features = config.embed_dim
-        self.grad_checkpointing = False
-        self.default_cfg = {
-            "input_size": (3, config.img_size, config.img_size),
-            "mean": (0.485, 0.456, 0.406),
-            "std": (0.229, 0.224, 0.225),
-            "crop_pct": 0.875,
-            "interpolation": "bicubic",
-            "classifier": "head",
-        }
         self.grid_size = config.grid(config.img_size, config.img_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim))
         # One row per token, so the class token's row is also in the middle.
         self.pos_embed = nn.Parameter(torch.zeros(1, math.prod(self.grid_size) + 1, config.embed_dim))
-        self.patch_embed = PatchEmbed(config)
+        self.patch_embed = PatchEmbed(config.patch_size, config.embed_dim, stride=config.stride)
+        nn.init.trunc_normal_(self.patch_embed.proj.weight, std=(3 * config.patch_size**2) ** -0.5)
+        if self.patch_embed.proj.bias is not None:
+            nn.init.zeros_(self.patch_embed.proj.bias)
         # In the public code layer i drops the output of layer i - 1; here each drops its own, at the same rate.
-        rates = [config.drop_path_rate * i / max(1, config.depth - 1) for i in range(config.depth)]
+        rates = drop_path_rates(config.drop_path_rate, config.depth)
         self.layers = nn.ModuleList([Block(config, rate) for rate in rates])
         self.norm_f = RMSNorm(config.embed_dim, config.norm_epsilon)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         self.reset_classifier(config.num_classes)
 
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the head by a new one for this many classes; 0 removes it."""
-        refuse_other_pooling(global_pool)
-        self.num_classes = num_classes
+    def replace_head(self) -> None:
         self.head: nn.Module = nn.Identity()
-        if num_classes != 0:
-            linear = nn.Linear(self.num_features, num_classes, device=self.pos_embed.device, dtype=self.pos_embed.dtype)
-            nn.init.trunc_normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-            self.head = linear
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Saves memory: the backward recomputes each block instead of storing its activations."""
-        self.grad_checkpointing = enable
+        if self.num_classes:
+            like = self.pos_embed
+            self.head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+            initialize_linear(self.head)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """All tokens after the last norm, (b, l + 1, c) for l patches; the class token is at index l // 2."""
@@ -264,9 +238,6 @@ class Vim(nn.Module):
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = tokens[:, (tokens.shape[1] - 1) // 2]
         return pooled if pre_logits else self.head(pooled)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A public file's tensors for this model, with positions interpolated if the file has another grid."""
@@ -302,34 +273,21 @@ def resized_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, i
     return with_middle(grid.flatten(2).mT.to(positions.dtype), positions[:, half : half + 1])
 
 
-def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
-    MODELS.add(name, ModelEntry(name, Vim, VimConfig, config, weights))
-
-
-def _public(file: str, top1: float) -> PublicWeights:
-    return PublicWeights(url=f"https://huggingface.co/hustvl/{file}", licence="Apache-2.0", top1=top1)
-
-
-_register("vim", {})
-_register("vim_nano", {"img_size": 32, "patch_size": 4, "stride": 4, "embed_dim": 64, "depth": 6, "num_classes": 200})
-_register("vim_tiny", {}, _public("Vim-tiny-midclstok/resolve/main/vim_t_midclstok_76p1acc.pth", 76.1))
-_register(
-    "vim_tiny_stride8",
-    {"stride": 8},
-    _public("Vim-tiny-midclstok/resolve/main/vim_t_midclstok_ft_78p3acc.pth", 78.3),
-)
-_register(
-    "vim_small",
-    {"embed_dim": 384},
-    _public("Vim-small-midclstok/resolve/main/vim_s_midclstok_80p5acc.pth", 80.5),
-)
-_register(
-    "vim_small_stride8",
-    {"embed_dim": 384, "stride": 8},
-    _public("Vim-small-midclstok/resolve/main/vim_s_midclstok_ft_81p6acc.pth", 81.6),
-)
-_register(
-    "vim_base",
-    {"embed_dim": 768},
-    _public("Vim-base-midclstok/resolve/main/vim_b_midclstok_81p9acc.pth", 81.9),
-)
+PUBLIC = "https://huggingface.co/hustvl/Vim-"
+NANO = {"img_size": 32, "patch_size": 4, "stride": 4, "embed_dim": 64, "depth": 6, "num_classes": 200}
+for _name, _config, _file, _top1 in (
+    ("vim", {}, None, None),
+    ("vim_nano", NANO, None, None),
+    ("vim_tiny", {}, "tiny-midclstok/resolve/main/vim_t_midclstok_76p1acc.pth", 76.1),
+    ("vim_tiny_stride8", {"stride": 8}, "tiny-midclstok/resolve/main/vim_t_midclstok_ft_78p3acc.pth", 78.3),
+    ("vim_small", {"embed_dim": 384}, "small-midclstok/resolve/main/vim_s_midclstok_80p5acc.pth", 80.5),
+    (
+        "vim_small_stride8",
+        {"embed_dim": 384, "stride": 8},
+        "small-midclstok/resolve/main/vim_s_midclstok_ft_81p6acc.pth",
+        81.6,
+    ),
+    ("vim_base", {"embed_dim": 768}, "base-midclstok/resolve/main/vim_b_midclstok_81p9acc.pth", 81.9),
+):
+    _weights = PublicWeights(url=PUBLIC + _file, licence="Apache-2.0", top1=_top1) if _file else None
+    MODELS.add(_name, ModelEntry(_name, Vim, VimConfig, _config, _weights))

@@ -7,7 +7,6 @@ are (b, h, w, c), channels last.
 
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl import ops
-from mambacl.backbones.layers import drop_path, refuse_other_pooling, run_blocks
+from mambacl.backbones.layers import (
+    Backbone,
+    check_positive,
+    drop_path,
+    drop_path_rates,
+    initialize_linear,
+    mlp,
+    run_blocks,
+)
 from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.cross import DIRECTIONS, cross_merge, cross_scan, scan_map
@@ -78,9 +85,7 @@ class VMambaConfig:
             if getattr(self, name) not in allowed:
                 values = " or ".join(repr(value) for value in allowed)
                 raise UserError(f"VMamba supports only {name} {values}, got {getattr(self, name)!r}.")
-        for name in ("patch_size", "in_chans", "ssm_d_state", "imgsize"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        check_positive(self, "patch_size", "in_chans", "ssm_d_state", "imgsize")
         if not _positive(self.depths) or not _positive(self.widths) or len(self.widths) != len(self.depths):
             raise UserError(
                 "depths must list the blocks per stage, and dims must be the first stage's width or list all widths, "
@@ -213,8 +218,7 @@ class Block(nn.Module):
         self.has_mlp = hidden > 0
         if self.has_mlp:
             self.norm2 = nn.LayerNorm(width)
-            layers = {"fc1": nn.Linear(width, hidden), "act": nn.GELU(), "fc2": nn.Linear(hidden, width)}
-            self.mlp = nn.Sequential(OrderedDict(layers))
+            self.mlp = mlp(width, hidden)
         self.drop_path_rate = drop_path_rate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,24 +271,14 @@ class Stage(nn.Module):
         return self.downsample(run_blocks(self.blocks, x, self.grad_checkpointing))
 
 
-class VMamba(nn.Module):
+class VMamba(Backbone):
     """VMamba with a head, or without one (`num_classes` = 0). It takes images of any size and shape."""
 
     def __init__(self, config: VMambaConfig) -> None:
-        super().__init__()
+        super().__init__(config.widths[-1], config.imgsize, 224 / 256, "classifier.head", config.in_chans)
         self.config = config
-        self.num_features = config.widths[-1]
-        self.default_cfg = {
-            "input_size": (config.in_chans, config.imgsize, config.imgsize),
-            "mean": (0.485, 0.456, 0.406),
-            "std": (0.229, 0.224, 0.225),
-            "crop_pct": 224 / 256,
-            "interpolation": "bicubic",
-            "classifier": "classifier.head",
-        }
         self.patch_embed = _patch_embed(config)
-        total = sum(config.depths)
-        rates = iter(config.drop_path_rate * i / max(1, total - 1) for i in range(total))
+        rates = iter(drop_path_rates(config.drop_path_rate, sum(config.depths)))
         self.layers = nn.ModuleList()
         for depth, width, wider in zip(config.depths, config.widths, (*config.widths[1:], None), strict=True):
             blocks = [Block(config, width, next(rates)) for _ in range(depth)]
@@ -293,24 +287,13 @@ class VMamba(nn.Module):
         self.classifier = nn.ModuleDict({"norm": nn.LayerNorm(self.num_features)})
         self.reset_classifier(config.num_classes)
         self.set_grad_checkpointing(config.use_checkpoint)
-        self.apply(_initialize)
+        self.apply(initialize_linear)
 
     def get_classifier(self) -> nn.Module:
         return self.classifier["head"]
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the head by a new one for this many classes; 0 removes it."""
-        refuse_other_pooling(global_pool)
-        self.num_classes = num_classes
-        head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
-        like = next(self.classifier["norm"].parameters())
-        self.classifier["head"] = head.apply(_initialize).to(like.device, like.dtype)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Saves memory: the backward recomputes each block instead of storing its activations."""
-        for stage in self.layers:
-            assert isinstance(stage, Stage)
-            stage.grad_checkpointing = enable
+    def replace_head(self) -> None:
+        self.classifier["head"] = self.new_head()
 
     def forward_features(self, images: Tensor) -> Tensor:
         """The last stage's map after the norm, (b, h, w, c)."""
@@ -322,9 +305,6 @@ class VMamba(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = x.mean((1, 2))
         return pooled if pre_logits else self.classifier["head"](pooled)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
 
     def adapt_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Translates a public file's tensors to this model's names and shapes; tensors it lacks are not changed."""
@@ -367,13 +347,6 @@ def _laid_out(tensor: Tensor, wanted: Tensor) -> Tensor:
     if wanted.dim() == 3 and tensor.shape == wanted.flatten(0, 1).shape:
         tensor = tensor.unflatten(0, wanted.shape[:2])
     return tensor
-
-
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 FIRST_VERSION = {"forward_type": "v0", "ssm_d_state": 16, "ssm_conv_bias": True, "mlp_ratio": 0.0, "norm_layer": "ln"}

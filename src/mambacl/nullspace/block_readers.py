@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.backbones.defocus import Mixer
-from mambacl.nullspace.blocks import BLOCK_READERS, Block, Part, batched, first_tensor
+from mambacl.errors import UserError
+from mambacl.nullspace.blocks import BLOCK_READERS, Block, Part, batched, first_tensor, named_modules, plain_name
 from mambacl.nullspace.statistics import Features, Record
 from mambacl.ops.precision import at_least_float32, full_precision
 
@@ -323,3 +324,46 @@ def windows(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
 BUILT_IN = {reader.__name__: reader for reader in (defocus, vim, vmamba, mambavision, mamba, mamba2)}
 for name, reader in BUILT_IN.items():
     BLOCK_READERS.add(name, reader)
+
+
+def shared_names(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter that several modules share."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if plain_name(name) not in names.setdefault(id(parameter), []):
+            names[id(parameter)].append(plain_name(name))
+    return {name: together for together in names.values() if len(together) > 1 for name in together}
+
+
+def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
+    """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them.
+
+    Other packages' readers are tried first. A block whose parameters belong to a block found earlier is skipped. A
+    plain layer that shares its weight, e.g. with an embedding, is skipped: its input is not all that the weight
+    multiplies.
+    """
+    known = BLOCK_READERS.names()
+    names = [*(name for name in known if name not in BUILT_IN), *(name for name in BUILT_IN if name in known)]
+    readers = [BLOCK_READERS.get(name) for name in names]
+    modules, shared = named_modules(model), shared_names(model)
+    blocks: list[Block] = []
+    claimed: set[str] = set()
+    for name, module in modules.items():
+        found = next((block for reader in readers if (block := reader(module, name)) is not None), None)
+        if found is not None and not claimed & {part.parameter for part in found.parts}:
+            blocks.append(found)
+            claimed |= {part.parameter for part in found.parts}
+    if tied := sorted(name for name in claimed if name in shared):
+        users = ", ".join(name for name in shared[tied[0]] if name != tied[0])
+        raise UserError(
+            f"The parameter {tied[0]} of a selective SSM is shared with {users}: give each its own (a copy), or "
+            "register a block reader for both."
+        )
+    if layers:
+        for name, module in modules.items():
+            layer = plain_layer(module, name)
+            if layer is not None and layer.parts[0].parameter not in claimed | set(shared):
+                blocks.append(layer)
+        order = {name: place for place, name in enumerate(modules)}
+        blocks.sort(key=lambda block: order[block.name])
+    return blocks

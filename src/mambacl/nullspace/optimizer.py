@@ -5,26 +5,25 @@ and replace their change by the projected one after it. Moments, fused kernels a
 Copies of a parameter in the optimizer's state, such as z of schedule-free optimizers, are treated like the parameter.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.nullspace.blocks import named_parameters
-
-if TYPE_CHECKING:
-    from mambacl.nullspace.projected_step import Snapshot
-    from mambacl.nullspace.space import NullSpace
+from mambacl.nullspace.projected_step import ProjectedStep, Snapshot
+from mambacl.nullspace.selection import Selection
 
 COPIES = ("z", "x")  # entries of a schedule-free optimizer's state that are parameters themselves, not moments
 
 
-def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> None:
-    """Makes every future step of the optimizer go through the space's current `projected_step`."""
+def register_projection(
+    optimizer: torch.optim.Optimizer, model: nn.Module, selection: Selection, current: Callable[[], ProjectedStep]
+) -> None:
+    """Makes every future step of the optimizer go through the projected step that is `current` then."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"NullSpace.wrap needs a torch optimizer, got {type(optimizer).__name__}: pass the optimizer itself."
@@ -38,14 +37,14 @@ def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> N
         now = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if now != known:
             given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            found = {name: parameter for name, parameter in named_parameters(space.model).items() if parameter in given}
-            _warn_unprotected(space, [name for name in found if name not in parameters])
+            found = {name: parameter for name, parameter in named_parameters(model).items() if parameter in given}
+            _warn_unprotected(selection, [name for name in found if name not in parameters])
             parameters.clear()
             parameters.update(found)
             known[:] = now
         return parameters
 
-    if not any(part.parameter in trained() for _, part in space.selection.parts()):
+    if not any(part.parameter in trained() for _, part in selection.parts()):
         raise UserError(
             "NullSpace.wrap got an optimizer with none of the protected parameters: build it from space.parameters()."
         )
@@ -58,9 +57,9 @@ def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> N
         return {name: optimizer.state.get(p, {}).get(word, p) for name, p in moving.items()}
 
     def before_step(*_: Any) -> None:
-        taken[""] = space.projected_step.snapshot(trained())
+        taken[""] = current().snapshot(trained())
         for word in COPIES if keeps_copies else ():
-            taken[word] = space.projected_step.snapshot(copies(word))
+            taken[word] = current().snapshot(copies(word))
 
     def after_step(*_: Any) -> None:
         taken.pop("").restrict(trained())
@@ -75,9 +74,8 @@ def register_projection(optimizer: torch.optim.Optimizer, space: NullSpace) -> N
     optimizer.register_step_post_hook(after_step)
 
 
-def _warn_unprotected(space: NullSpace, names: list[str]) -> None:
+def _warn_unprotected(selection: Selection, names: list[str]) -> None:
     """Warns of parameters that an optimizer trains but that are neither protected nor in `leave`."""
-    selection = space.selection
     restricted = {part.parameter for _, part in selection.parts()} | set(selection.trained)
     free = [name for name in names if name not in restricted and not selection.leaves(name)]
     new = [name for name in free if selection.is_new(name)]

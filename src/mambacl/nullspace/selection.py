@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.blocks import Block, Part, find_blocks, named_modules, named_parameters
+from mambacl.nullspace.block_readers import find_blocks
+from mambacl.nullspace.blocks import Block, Part, named_modules, named_parameters
 from mambacl.nullspace.covariance import GRAMS
 from mambacl.nullspace.projectors import Key
 from mambacl.nullspace.settings import Setting

@@ -135,7 +135,7 @@ class NullSpace:
         """Returns the same optimizer; its steps are projected from now on, and rows that do not train stay the same.
         Wrapping it again has no effect."""
         if optimizer not in self._wrapped:
-            register_projection(optimizer, self)
+            register_projection(optimizer, self.model, self.selection, lambda: self.projected_step)
             self._wrapped.add(optimizer)
         return optimizer
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
 from mambacl.nullspace.audit import drift, record
-from mambacl.nullspace.blocks import find_blocks
+from mambacl.nullspace.block_readers import find_blocks
 from mambacl.training.folder import RunFolder, audit_file
 
 

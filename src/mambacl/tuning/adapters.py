@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.nullspace.blocks import find_blocks, first_tensor, named_modules
+from mambacl.nullspace.block_readers import find_blocks
+from mambacl.nullspace.blocks import first_tensor, named_modules
 
 
 @dataclass(frozen=True)
