@@ -59,7 +59,9 @@ def _replaced(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(_function(original))
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(parameters.values(), args, strict=False))
+        if len(args) > len(parameters):  # more than is known by position
+            return original(*args, **kwargs)
+        given = dict(zip(parameters.values(), args, strict=False))  # the rest by keyword, or left out
         given |= {parameters.get(name, name): value for name, value in kwargs.items()}
         exporting = torch.compiler.is_exporting()  # an exported program must not depend on mambacl
         if exporting or given.get("activation") not in ACTIVATIONS:
