@@ -1,4 +1,4 @@
-"""mambacl teaches a pre-trained Mamba model new classes, task after task, without the old data and without forgetting.
+"""mambacl teaches a pre-trained Mamba model new classes, task after task, without keeping the old images.
 
 The names below are imported on first use, so that `import mambacl` is fast.
 """

@@ -44,7 +44,7 @@ def matrix(record: RunRecord) -> Data:
     rows = []
     for t, mean in enumerate(100 * record.after_each_task(record.headline)):
         shades = 0.06 + 0.54 * np.clip((accuracies[t, : t + 1] - low) / (high - low), 0, 1)
-        cells = zip(accuracies[t], shades, strict=False)
+        cells = zip(accuracies[t, : t + 1], shades, strict=True)
         rows.append(
             {"cells": [{"accuracy": a, "shade": s if np.isfinite(a) else None} for a, s in cells], "mean": mean}
         )
