@@ -6,17 +6,25 @@ from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.lazy import attributes
 
 if TYPE_CHECKING:
-    from mambacl.classifiers.base import Classifier, TaskHeads
+    from mambacl.classifiers.base import Classifier, StatisticsClassifier, TaskHeads
     from mambacl.classifiers.cosine import CosineHeads
     from mambacl.classifiers.nearest_mean import NearestMean
     from mambacl.classifiers.separate import SeparateHeads
 
-__all__ = ["CLASSIFIERS", "Classifier", "CosineHeads", "NearestMean", "SeparateHeads", "TaskHeads"]
+__all__ = [
+    "CLASSIFIERS",
+    "Classifier",
+    "CosineHeads",
+    "NearestMean",
+    "SeparateHeads",
+    "StatisticsClassifier",
+    "TaskHeads",
+]
 
 __getattr__ = attributes(
     __name__,
     {
-        **dict.fromkeys(("Classifier", "TaskHeads"), "base"),
+        **dict.fromkeys(("Classifier", "StatisticsClassifier", "TaskHeads"), "base"),
         "CosineHeads": "cosine",
         "NearestMean": "nearest_mean",
         "SeparateHeads": "separate",

@@ -1,11 +1,12 @@
 """The interface of classifiers: modules that map features to one score per class seen so far. They depend neither on
 the backbone nor on the method.
 
-Some classifiers have parameters that train with the backbone: `TaskHeads` holds one head per task. Others are computed
-from features when a task ends; during training, the method then uses heads of its default classifier.
+Some classifiers have parameters that train with the backbone: `TaskHeads` holds one head per task. A
+`StatisticsClassifier` is computed from features when a task ends; during training, the method then uses heads of its
+default classifier.
 
-To add a classifier, derive from `Classifier` or `TaskHeads` and call `CLASSIFIERS.add` in a new file in this folder, or
-in another package that lists it in the entry point group `mambacl.classifiers`.
+To add a classifier, derive from `StatisticsClassifier` or `TaskHeads` and call `CLASSIFIERS.add` in a new file in this
+folder, or in another package that lists it in the entry point group `mambacl.classifiers`.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +34,9 @@ class Classifier(nn.Module, ABC):
     options_class: ClassVar[type] = NoOptions
     """a dataclass; its fields are the constructor's keyword arguments after the number of features"""
     trains: ClassVar[bool]
-    """whether its parameters train with the backbone; if not, `update` gets each task's features when the task ends"""
+    """whether its parameters train with the backbone"""
+    updates: ClassVar[bool]
+    """whether `update` gets each task's features when the task ends"""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -73,6 +76,30 @@ class Classifier(nn.Module, ABC):
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
 
+class StatisticsClassifier(Classifier):
+    """A classifier computed from sums over features. Updates can come in any order and any division into batches, with
+    new classes, more images of old classes or single images."""
+
+    trains = False
+    updates = True
+
+    def checked(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The arguments of `update`, on the classifier's device, after adding classes that it does not know yet."""
+        if features.dim() != 2 or features.shape[1] != self.num_features or labels.shape != features.shape[:1]:
+            raise UserError(
+                f"update needs features (b, {self.num_features}) and labels (b,), got {tuple(features.shape)} and "
+                f"{tuple(labels.shape)}."
+            )
+        if labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
+            raise UserError("Labels must be whole numbers from 0.")
+        if not torch.isfinite(features).all():
+            raise UserError("A feature is NaN or infinite: check the images and the model's weights.")
+        device = next(self.buffers()).device
+        if len(labels):
+            self.add_task(max(0, int(labels.max()) + 1 - self.classes))
+        return features.to(device), labels.to(device)
+
+
 class TaskHeads(Classifier):
     """One head per task, trained only in that task; scores are the concatenated logits of all heads.
 
@@ -80,6 +107,7 @@ class TaskHeads(Classifier):
     """
 
     trains = True
+    updates = False
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)

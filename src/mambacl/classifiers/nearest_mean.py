@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambacl.classifiers.base import Classifier
+from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 
@@ -19,10 +19,9 @@ UNIT = 2.0**-32  # far below the rounding error of typical float32 features
 LARGEST = 2.0**62  # limit of a sum in units; int64 overflows at 2^63
 
 
-class NearestMean(Classifier):
+class NearestMean(StatisticsClassifier):
     name = "nearest-mean"
     summary = "the closest class mean, computed from features when a task ends"
-    trains = False
     sums: Tensor  # (classes, d), in units
     counts: Tensor  # (classes,)
 
@@ -41,19 +40,12 @@ class NearestMean(Classifier):
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Also accepts classes without `add_task`, and more images of old classes."""
-        if features.dim() != 2 or features.shape[1] != self.num_features or labels.shape != features.shape[:1]:
-            raise UserError(
-                f"update needs features (b, {self.num_features}) and labels (b,), got {tuple(features.shape)} and "
-                f"{tuple(labels.shape)}."
-            )
+        features, labels = self.checked(features, labels)
         if not len(labels):
             return
-        units, labels = (features.double() / UNIT).round().to(self.sums.device), labels.to(self.sums.device)
-        self.add_task(max(0, int(labels.max()) + 1 - self.classes))
-        if not units.abs().sum(0).max() + self.sums.abs().max() < LARGEST:  # false with NaN
-            raise UserError(
-                "A feature is not finite, or the sum of a class's features is above 2^30: scale the features down."
-            )
+        units = (features.double() / UNIT).round()
+        if not units.abs().sum(0).max() + self.sums.abs().max() < LARGEST:
+            raise UserError("The sum of a class's features is above 2^30: scale the features down.")
         self.sums.index_add_(0, labels, units.long())
         self.counts += torch.bincount(labels, minlength=self.classes)
 

@@ -128,7 +128,7 @@ class Method:
     def finish_task(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """Called after the last step of a task, with its training images under evaluation transforms. Returns seconds
         by phase."""
-        if self.classifier.trains:
+        if not self.classifier.updates:
             return {}
         started = time.perf_counter()
         for images, labels in batches:
