@@ -173,7 +173,7 @@ def test_bad_features_are_refused_and_change_nothing() -> None:
     nearest = NearestMean(2)
     nearest.update(torch.ones(1, 2), torch.tensor([0]))
     for wrong in (float("nan"), float("inf"), 1e10):
-        with pytest.raises(UserError, match="NaN or infinite|above 2^30"):
+        with pytest.raises(UserError, match=r"NaN or infinite|above 2\^30"):
             nearest.update(torch.tensor([[1.0, wrong]]), torch.tensor([0]))
     with pytest.raises(UserError, match=r"update needs features \(b, 2\)"):
         nearest.update(torch.ones(1, 3), torch.tensor([0]))
