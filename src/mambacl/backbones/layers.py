@@ -164,14 +164,14 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def prefix_and_map(self, x: Tensor, images: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Splits the output of a depth into class tokens (b, 1, c), if the model has one, and a map (b, h, w, c)."""
+        """Splits the output of a depth into the class token (b, 1, c), if the model has one, and a map (b, h, w, c)."""
         raise NotImplementedError
 
     def run_depths(
         self, images: Tensor, indices: Sequence[int], take: Callable[[int, Tensor], T], stop_early: bool = False
     ) -> tuple[Tensor, list[T]]:
         """Runs one depth after the other. Returns the last output and what `take` makes of the outputs at `indices`,
-        so that a reader need not keep all tokens. With `stop_early`, deeper ones are not run."""
+        so that a reader need not keep all tokens. With `stop_early`, deeper depths are not run."""
         x = self.embed(images)
         taken = []
         for index in range(max(indices) + 1 if stop_early else len(self.feature_info)):
@@ -194,7 +194,7 @@ class Backbone(nn.Module):
         """The outputs of several depths, as in timm: a list of them, or with the final features in front of it.
 
         `indices`: the last n, a list of indices from 0 (from the end if negative), or all; always in ascending order.
-        `return_prefix_tokens`: each is a pair, map and class tokens, if the model has a class token. `norm`: also
+        `return_prefix_tokens`: each is a pair, map and class token, if the model has a class token. `norm`: also
         applies the last norm, in hierarchical models to the last stage only. `stop_early`: does not run what is deeper.
         `output_fmt`: (b, c, h, w), or "NLC" for (b, l, c) in row order.
         """
@@ -220,8 +220,7 @@ class Backbone(nn.Module):
 
 
 def feature_info(modules: Sequence[str], widths: Sequence[int], reductions: Sequence[int]) -> list[dict[str, Any]]:
-    """timm's description of depths: the module that ends each, its channels, and how many pixels apart its tokens
-    are."""
+    """timm's description of depths: the last block of each, its channels, and how many pixels apart its tokens are."""
     rows = zip(modules, widths, reductions, strict=True)
     return [{"module": module, "num_chs": width, "reduction": reduction} for module, width, reduction in rows]
 

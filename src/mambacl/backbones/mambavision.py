@@ -251,9 +251,9 @@ class MambaVision(Backbone):
         rates = iter(drop_path_rates(config.drop_path_rate, sum(config.depths)))
         levels = [Level(i, config, [next(rates) for _ in range(depth)]) for i, depth in enumerate(config.depths)]
         self.levels = nn.ModuleList(levels)
-        names = [f"levels.{i}" for i in range(len(config.depths))]
-        widths, reductions = zip(*((config.dim << i, config.stem_stride << i) for i in range(len(names))), strict=True)
-        self.feature_info = feature_info(names, widths, reductions)
+        names = [f"levels.{i}.blocks.{depth - 1}" for i, depth in enumerate(config.depths)]
+        widths, strides = [config.dim << i for i in range(4)], [config.stem_stride << i for i in range(4)]
+        self.feature_info = feature_info(names, widths, strides)
         self.norm = nn.BatchNorm2d(self.num_features)
         self.reset_classifier(config.num_classes)
         self.apply(initialize_linear)  # even dt_proj, unlike Mamba; convolutions keep PyTorch's default

@@ -46,8 +46,8 @@ class FeatureReader:
         shows_depths = bool(info) and hasattr(model, "forward_intermediates")
         if depths != "final" and not shows_depths:
             raise UserError(
-                f"{type(model).__name__} has no forward_intermediates and feature_info, which depths = {depths!r} "
-                "needs: choose depths = 'final'."
+                f"{type(model).__name__} lacks forward_intermediates or feature_info, which depths = {depths!r} needs: "
+                "choose depths = 'final'."
             )
         self.prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
         self.indices = chosen_depths(depths, len(info))
