@@ -3,7 +3,10 @@ choice of the ridge r.
 
 Generalised cross-validation (Golub, Heath and Wahba, 1979) estimates the squared error on new images from G, Q and the
 number of images alone. So it judges a ridge by the images of all tasks so far, keeps none of them, and every image
-counts for the classifier.
+counts for the classifier. The squared error is not the accuracy: the ridge with the best accuracy is smaller, by half a
+decade in most cases, so `choose` takes that. On CIFAR-100's features (192 and 1,728 values, 192 to 1,728 units, 1,000 and
+5,000 images), judged by 2,000 other training images, that was 0.1 points below the best ridge on average, and the
+ridge of the least squared error 0.8.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,8 @@ from torch import Tensor
 from mambacl.errors import UserError
 
 PROBES = 64  # random signs, to estimate a trace
-STEPS = (-10, 4)  # tried ridges: 10^(step / 2) times G's mean diagonal
+STEPS = (-5, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
+FOR_ACCURACY = -1  # steps from the least squared error
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
 
@@ -67,10 +71,10 @@ def lowest(value: Callable[[int], float], low: int, high: int) -> int:
 
 
 def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> float:
-    """The ridge with the lowest generalised error."""
+    """The ridge, by the lowest generalised error."""
     unit = float(diagonal.mean()) or 1.0
     step = lowest(lambda step: generalised_error(gram, diagonal, sums, images, unit * 10 ** (step / 2)), *STEPS)
-    return unit * 10 ** (step / 2)
+    return unit * 10 ** ((step + FOR_ACCURACY) / 2)
 
 
 def current_task_errors(lifted: Tensor, targets: Tensor, share: float) -> Tensor:

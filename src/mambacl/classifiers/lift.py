@@ -34,7 +34,7 @@ def standard_normal(rows: int, columns: int, generator: torch.Generator) -> Tens
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[: rows * columns].view(rows, columns)
 
 
-def draw(features: int, units: int, seed: int, distribution: Distribution = "normal") -> Tensor:
+def draw(features: int, units: int, seed: int, distribution: str = "normal") -> Tensor:
     """W (features, units) in float32, on the CPU. `normal` has variance 1 / features, `unit-normal` 1 (RanPAC's),
     `uniform` is a linear layer's initial weight (ACIL's)."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ def fit_scale(features: Tensor) -> tuple[Tensor, Tensor]:
     return center, torch.where(varies, scale, fallback)
 
 
-def lift(features: Tensor, center: Tensor, scale: Tensor, projection: Tensor | None, activation: Activation) -> Tensor:
+def lift(features: Tensor, center: Tensor, scale: Tensor, projection: Tensor | None, activation: str) -> Tensor:
     """h (b, units) of features (b, d). Without a projection there is no lift: the units are the features."""
     x = (features - center) / scale
     return ACTIVATIONS[activation](x if projection is None else x @ projection)

@@ -347,14 +347,14 @@ class Ridge(StatisticsClassifier):
 
     def _draw(self) -> Tensor | None:
         if self.options.width and self.projection is None:
-            drawn = draw(self.num_features, self.units, self.options.seed, self.options.distribution)
+            drawn = draw(self.num_features, self.units, self.options.seed, str(self.options.distribution))
             self.projection = drawn.to(self.sums.device, self.dtype)
         return self.projection
 
     def lifted(self, features: Tensor) -> Tensor:
         """h (b, units)"""
         with float32_products(tf32=False), full_precision(features):
-            return lift(features.to(self.dtype), self.center, self.scale, self._draw(), self.options.activation)
+            return lift(features.to(self.dtype), self.center, self.scale, self._draw(), str(self.options.activation))
 
     @torch.no_grad()
     def forward(self, features: Tensor) -> Tensor:
@@ -376,7 +376,7 @@ class Ridge(StatisticsClassifier):
 
     # State
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Includes the solution. Contains features only if the first task has not ended."""
         self._absorb()
         self._solve()
