@@ -3,10 +3,10 @@ choice of the ridge r.
 
 Generalised cross-validation (Golub, Heath and Wahba, 1979) estimates the squared error on new images from G, Q and the
 number of images alone. So it judges a ridge by the images of all tasks so far, keeps none of them, and every image
-counts for the classifier. The squared error is not the accuracy: the ridge with the best accuracy is smaller, by half a
-decade in most cases, so `choose` takes that. On CIFAR-100's features (192 and 1,728 values, 192 to 1,728 units, 1,000 and
-5,000 images), judged by 2,000 other training images, that was 0.1 points below the best ridge on average, and the
-ridge of the least squared error 0.8.
+counts for the classifier. The squared error is not the accuracy: the ridge with the best accuracy is smaller, by half
+a decade in most cases, and `choose` takes that. On De-focus nano's features of CIFAR-100 (192 and 1,728 values, 192 to
+1,728 units, 1,000 and 5,000 images), judged by 2,000 other training images, it was 0.1 points below the best ridge on
+average; the ridge of the least squared error was 0.8 below.
 """
 
 from collections.abc import Callable

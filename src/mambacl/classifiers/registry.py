@@ -14,6 +14,8 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
     "classifier",
     "mambacl.classifiers",
     members(
-        "mambacl.classifiers", __file__, besides=("base", "gram", "least_squares", "lift", "registry", "subspaces")
+        "mambacl.classifiers",
+        __file__,
+        besides=("base", "gram", "least_squares", "lift", "registry", "ridge_options", "subspaces"),
     ),
 )

@@ -5,7 +5,8 @@
     scores = h (G + r I)^-1 Q                 no bias
 
 The sums of all tasks give exactly the classifier that all images together would give, so nothing is forgotten as long
-as features do not move. RanPAC and ACIL are the same classifier with other settings: see `RULES`.
+as features do not move. RanPAC and ACIL are the same classifier with other settings: see
+`ridge_options.RULES`.
 
 What is when fixed:
 - m and s with the first `finish_task`, from all features until then, or before by `fit_scale`. Until then features
@@ -25,11 +26,10 @@ Sums of at most `gram.ROWS` products are in float32 (never TF32), sums of those 
 rounded once per task. With `storage: float64`, everything is in float64.
 """
 
-import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,119 +39,17 @@ from mambacl.classifiers import gram as storage_of
 from mambacl.classifiers import least_squares
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.gram import Gram
-from mambacl.classifiers.lift import Activation, Distribution, draw, fit_scale, lift
+from mambacl.classifiers.lift import draw, fit_scale, lift
 from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.classifiers.ridge_options import RidgeOptions, resolved
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.ops.precision import at_least_float32, float32_products, full_precision
-from mambacl.options import Must, Options, at_least, between, build_config
+from mambacl.options import build_config
 
 WAITING = 512 * 10**6  # bytes of features that wait at most
 LIFTED = 512 * 10**6  # bytes of lifted features at a time
 FLOAT64_UNITS = 32768  # more are solved in float32
-DEFAULT_UNITS = 5000
-UNITS_PER_FEATURE = 32  # more are no use
-NOT_NEGATIVE = Must("be at least 0", lambda value: isinstance(value, str) or value >= 0)
-SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
-
-RULES: dict[str, dict[str, Any]] = {
-    "ours": {
-        "activation": "relu", "distribution": "normal", "standardize": "first-task", "ridge": "auto",
-    },
-    "ranpac": {
-        "width": 10000, "activation": "relu", "distribution": "unit-normal", "standardize": "none",
-        "ridge": "current-task",
-    },
-    "acil": {
-        "width": 8192, "activation": "relu", "distribution": "uniform", "standardize": "none", "ridge": 0.1,
-        "storage": "float64",
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RidgeOptions(Options):
-    """Options of the ridge classifier. Null is the rule's value."""
-
-    rule: Literal["ours", "ranpac", "acil"] = "ours"
-    """the defaults of the other options: ours, RanPAC's or ACIL's"""
-    width: Annotated[int, NOT_NEGATIVE] | Literal["auto"] | None = None
-    """units of the lift; 0: no lift; auto: as many as state_limit allows; null: auto if there is a state_limit,
-    otherwise the rule's (ours: 5000, or 32 per feature if that is less)"""
-    activation: Activation | None = None
-    """activation of the lift"""
-    distribution: Distribution | None = None
-    """of the lift's weights: normal with variance 1 / features, unit-normal, or uniform as a linear layer's"""
-    standardize: Literal["none", "first-task"] | None = None
-    """first-task: subtract the mean and divide by the deviation of each feature in the first task"""
-    ridge: Annotated[float, NOT_NEGATIVE] | Literal["auto", "current-task"] | None = None
-    """the ridge; auto: by generalised cross-validation over the images of all tasks so far; current-task: by the last
-    fifth of the current task's images, RanPAC's"""
-    balanced: bool = False
-    """every class has the same weight in Q, whatever its number of images"""
-    state_limit: str | None = None
-    """largest size of the state, e.g. 500MB"""
-    expected_classes: Annotated[int, at_least(1)] = 200
-    """classes for which state_limit leaves room"""
-    storage: Literal["float32", "float64", "int16"] | None = None
-    """of G; null: the rule's, which is float32 or, with state_limit, int16"""
-    blocks: Annotated[int, at_least(1)] = 1
-    """independent lifts with one G each, whose scores are averaged: less memory and time for the same units"""
-    held_out: Annotated[float, between(0.01, 0.99)] = 0.2
-    """share of the current task's images that judge the ridge if it is current-task"""
-    seed: Annotated[int, at_least(0)] = 0
-    """seed of the lift's weights"""
-
-
-def parsed_size(text: str) -> int:
-    """Bytes of "500MB"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kMG]B)\s*", text)
-    if found is None:
-        raise UserError(f"state_limit must be a number with kB, MB or GB, such as 500MB, got '{text}'.")
-    return int(float(found[1]) * SIZES[found[2]])
-
-
-def state_size(num_features: int, units: int, storage: str, blocks: int, classes: int) -> int:
-    """Bytes of the state at rest."""
-    values = {"float64": 8, "float32": 4, "int16": 2}[storage]
-    each = 8 if storage == "float64" else 4
-    gram = values * storage_of.stored_values(units, blocks) + (8 * units if storage == "int16" else 0)
-    return gram + 2 * each * units * classes + 8 * classes + 2 * each * num_features + 64
-
-
-def resolved(options: RidgeOptions, num_features: int) -> RidgeOptions:
-    """The options with the rule's values and the width."""
-    limited = options.state_limit is not None
-    rule = {"storage": "int16" if limited else "float32", **RULES[options.rule]}
-    if limited or options.width == "auto":
-        rule |= {"width": "auto"}
-    rule.setdefault("width", min(DEFAULT_UNITS, UNITS_PER_FEATURE * num_features))
-    options = replace(options, **{name: value for name, value in rule.items() if getattr(options, name) is None})
-    if not limited:
-        if options.width == "auto":
-            raise UserError("width auto needs a state_limit, such as 500MB.")
-        return options
-    limit = parsed_size(str(options.state_limit))
-
-    def size(width: int) -> int:
-        units = width or num_features
-        return state_size(num_features, units, str(options.storage), options.blocks, options.expected_classes)
-
-    if options.width == "auto":
-        low, high = 0, 64  # the largest width within the limit
-        while size(high) <= limit:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if size(middle) <= limit else (low, middle)
-        options = replace(options, width=low)
-    width = int(options.width or 0)
-    if size(width) > limit or (width == 0 and limited and size(1) > limit):
-        raise UserError(
-            f"A ridge classifier with {width or num_features} units and {options.expected_classes} classes needs "
-            f"{size(width) / 1e6:.1f} MB, more than the state_limit {options.state_limit}: raise it, or lower width."
-        )
-    return options
 
 
 class Ridge(StatisticsClassifier):
