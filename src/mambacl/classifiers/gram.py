@@ -135,6 +135,8 @@ class Gram:
         for panel in self.panels():
             if panel.columns.start == start:
                 rows = slice(panel.rows.start - start, panel.rows.stop - start)
-                whole[rows, : rows.stop] = values = self.read(panel).to(dtype)
-                whole[: rows.start, rows] = values[:, : rows.start].T
+                left, square = self.read(panel).to(dtype).split([rows.start, rows.stop - rows.start], dim=1)
+                whole[rows, : rows.start] = left
+                whole[: rows.start, rows] = left.T
+                whole[rows, rows] = square.tril() + square.tril(-1).T
         return whole
