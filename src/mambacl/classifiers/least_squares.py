@@ -10,7 +10,6 @@ average; the ridge of the least squared error was 0.8 below.
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from mambacl.errors import UserError
 
 PROBES = 64  # random signs, to estimate a trace
-STEPS = (-5, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
+STEPS = (-14, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
 FOR_ACCURACY = -1  # steps from the least squared error
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
@@ -39,41 +38,43 @@ def solve(gram: Tensor, diagonal: Tensor, sums: Tensor, ridge: float) -> Tensor:
     return torch.cholesky_solve(sums.T.to(lower.dtype), lower).T
 
 
-def generalised_error(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: float) -> float:
-    """Estimates the squared error per new image: images * (sum of squared residuals) / (images - degrees of freedom)^2.
+def rises(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: float) -> bool:
+    """Whether the generalised error, images * R / F^2, rises with the ridge r at this point.
 
-    With A = G + r I, the residuals of one-hot targets have the sum of squares n - tr(Q^T W) - r tr(W^T W), and the
-    degrees of freedom are tr(G A^-1) = units - r tr(A^-1), estimated with fixed random signs.
+    With A = G + r I, the residuals of one-hot targets have the sum of squares R = n - tr(Q^T W) - r tr(W^T W), whose
+    derivative is 2 r tr(W^T A^-1 W). F = n - tr(G A^-1) = n - units + r tr(A^-1) is the number of images less the
+    degrees of freedom; its derivative is tr(A^-1) - r tr(A^-2). Traces are estimated with fixed random signs.
     """
     lower = factor(gram, diagonal, ridge)
     if lower is None:
-        return torch.inf
+        return False
     signs = torch.randint(2, (len(gram), PROBES), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     signs, targets = signs.to(lower), sums.T.to(lower)
-    solved = torch.cholesky_solve(torch.cat([targets, signs], dim=1), lower).double()
+    solved = torch.cholesky_solve(torch.cat([targets, signs], dim=1), lower)
     weights, inverse = solved.split([targets.shape[1], PROBES], dim=1)
+    again = torch.cholesky_solve(weights, lower).double()
+    weights, inverse = weights.double(), inverse.double()
     residual = images - (targets * weights).sum() - ridge * weights.square().sum()
-    free = images - len(gram) + ridge * (signs * inverse).sum() / PROBES
-    # Rounding can make either negative where the ridge is far too small.
-    return float(images * residual / free.square()) if residual > 0 and free > 0 else torch.inf
+    trace, square = (signs * inverse).sum() / PROBES, inverse.square().sum() / PROBES
+    free = images - len(gram) + ridge * trace
+    if residual <= 0 or free <= 0:  # rounding, where the ridge is far too small
+        return False
+    return bool(2 * ridge * (weights * again).sum() / residual > 2 * (trace - ridge * square) / free)
 
 
-def lowest(value: Callable[[int], float], low: int, high: int) -> int:
-    """The integer from low to high where a function with one valley is lowest."""
-    value = cache(value)
+def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The first integer from low to high that a condition holds for, if it holds for all behind it; high if for none
+    before."""
     while low < high:
         middle = (low + high) // 2
-        if value(middle) <= value(middle + 1) and value(middle) < torch.inf:
-            high = middle
-        else:
-            low = middle + 1
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
 
 
 def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> float:
-    """The ridge, by the lowest generalised error."""
+    """The ridge: of those tried, the one with the lowest generalised error, moved by FOR_ACCURACY."""
     unit = float(diagonal.mean()) or 1.0
-    step = lowest(lambda step: generalised_error(gram, diagonal, sums, images, unit * 10 ** (step / 2)), *STEPS)
+    step = first_true(lambda k: rises(gram, diagonal, sums, images, unit * 10 ** ((k + 0.5) / 2)), *STEPS)
     return unit * 10 ** ((step + FOR_ACCURACY) / 2)
 
 
