@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from mambacl.backbones.feature_options import FeatureOptions
 from mambacl.data.config import StreamConfig
 from mambacl.errors import UserError
 from mambacl.files import expanded
@@ -81,6 +82,8 @@ class RunConfig(Options):
     paper"""
     classifier_options: dict[str, Any] = field(default_factory=dict)
     """the classifier's options"""
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    """what a classifier sees that is computed from features"""
     seed: Annotated[int, between(0, 2**63 - 1)] = 0
     """seed of the classifiers, the order of the images and their augmentation"""
     device: Device = "auto"
