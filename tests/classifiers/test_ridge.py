@@ -429,6 +429,39 @@ def test_the_recorded_acil(goldens: Path) -> None:
     torch.testing.assert_close(scores, recorded["test.recursive_scores"], rtol=1e-8, atol=1e-10)
 
 
+def test_ranpac_answers_before_a_task_ends() -> None:
+    features, labels = some()
+    made = Ridge(D, rule="ranpac", width=WIDTH)
+    made.update(features[:60], labels[:60])
+    assert made.scores(features).isfinite().all() and made.ridge > 0
+    made.update(features[60:], labels[60:])
+    made.finish_task()  # judged by what has arrived since
+    assert made.ridge in CURRENT
+
+
 def test_the_bound_of_the_comparison_is_below_the_scores() -> None:
     """`assert_alike` could not tell scores apart otherwise."""
     assert rounding(10**4 * D * WIDTH) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("storage", ["float32", "int16"])
+def test_a_gpu_gives_the_same(storage: str) -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    there = Ridge(D, width=WIDTH, storage=storage, ridge=2.0).cuda()
+    here = Ridge(D, width=WIDTH, storage=storage, ridge=2.0)
+    for made, device in ((here, "cpu"), (there, "cuda")):
+        made.update(features.to(device), labels.to(device))
+        made.finish_task()
+    assert torch.equal(here.projection, there.projection.cpu())
+    expected = joint(features, labels, test, features)
+    back = Ridge(D, width=WIDTH, storage=storage, ridge=2.0)
+    back.load_state_dict(there.state_dict())
+    assert_alike(back.scores(test), there.scores(test.cuda()).cpu())
+    for made in (here, back) if storage == "float32" else ():
+        assert_alike(made.scores(test), expected)
+    auto = Ridge(D, width=WIDTH, storage=storage).cuda()
+    auto.update(features.cuda(), labels.cuda())
+    assert auto.scores(test.cuda()).isfinite().all() and auto.ridge > 0

@@ -83,7 +83,7 @@ def current_task_errors(lifted: Tensor, targets: Tensor, share: float) -> Tensor
     """RanPAC's choice: fits each of CURRENT to all but the last `share` of the task's images (n, units) and returns the
     mean squared errors on those, in float64. The order of the images matters."""
     lifted, targets = lifted.double(), targets.double()
-    count = int((1 - share) * len(lifted))
+    count = max(1, int((1 - share) * len(lifted)))
     h, y = lifted[:count], targets[:count]
     values, vectors = torch.linalg.eigh(h @ h.T)
     # W = h^T (h h^T + r I)^-1 y, so that all ridges share one decomposition.

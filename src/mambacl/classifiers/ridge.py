@@ -19,7 +19,7 @@ Memory in bytes, for M units, C classes and n waiting images with d features:
 - at rest (`nbytes`): 2 M^2 for G (1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
 - beside it, never saved: W, 4 d M;
 - during an update: 4 n d for what waits, 4 n M (at most LIFTED) for lifted features;
-- while solving: 16 M^2, or 12 M^2 above FLOAT64_UNITS units.
+- while solving: 16 M^2, or 8 M^2 above FLOAT64_UNITS units.
 
 Sums of at most `gram.ROWS` products are in float32 (never TF32), sums of those in float64; each stored value is
 rounded once per LIFTED bytes of lifted features, which is once per task in most cases. With `storage: float64`,
@@ -93,6 +93,7 @@ class Ridge(StatisticsClassifier):
             self.register_buffer(name, tensor)
         self.register_buffer("projection", None, persistent=False)
         self._arrived: list[tuple[Tensor, Tensor]] = []  # joins `waiting` when needed
+        self._arrived_bytes = 0
         self._solved = True
         self._provisional: list[Ridge] = []  # answers until m and s are fixed
 
@@ -131,10 +132,8 @@ class Ridge(StatisticsClassifier):
         features, labels = self.checked(features, labels)
         if not len(labels):
             return
-        self._arrived.append((features.to(self.dtype, copy=True), labels.clone()))
-        self._solved, self._provisional = False, []
-        size = sum(part.nbytes for part, _ in self._arrived) + self.waiting.nbytes
-        if size > WAITING and self.options.ridge != "current-task":
+        self._arrive(features.to(self.dtype, copy=True), labels.clone())
+        if self._arrived_bytes + self.waiting.nbytes > WAITING and self.options.ridge != "current-task":
             self._absorb(fix=True)
 
     @torch.no_grad()
@@ -156,10 +155,17 @@ class Ridge(StatisticsClassifier):
         self._absorb(fix=True)
         self._solve()
 
+    def _arrive(self, features: Tensor, labels: Tensor) -> None:
+        self._arrived.append((features, labels))
+        self._arrived_bytes += features.nbytes
+        self._solved, self._provisional = False, []
+
     def _gather(self) -> None:
         """Moves what arrived to `waiting`."""
-        device, self._arrived, arrived = self.sums.device, [], self._arrived
-        parts = [(self.waiting, self.waiting_labels), *arrived]
+        if not self._arrived:
+            return
+        parts, device = [(self.waiting, self.waiting_labels), *self._arrived], self.sums.device
+        self._arrived, self._arrived_bytes = [], 0
         self.waiting = torch.cat([features.to(device) for features, _ in parts])
         self.waiting_labels = torch.cat([labels.to(device) for _, labels in parts])
 
@@ -216,9 +222,7 @@ class Ridge(StatisticsClassifier):
         self.sums[: other.classes] += other.sums.to(device)
         self.counts[: other.classes] += other.counts.to(device)
         self._keep(before.merge(theirs, *self._totals()))
-        if len(other.waiting):
-            self._arrived.append((other.waiting.to(device), other.waiting_labels.to(device)))
-        self._solved, self._provisional = False, []
+        self._arrive(other.waiting.to(device), other.waiting_labels.to(device))
 
     # The solution
 
@@ -228,17 +232,16 @@ class Ridge(StatisticsClassifier):
             return
         dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
         sums, gram, images = self.sums.double(), self._gram(), int(self.counts.sum())
-        targets = (
-            sums / self.counts.clamp(min=1)[:, None] * self.counts.double().mean() if self.options.balanced else sums
-        )
-        given, parts = self.options.ridge, []
+        targets, given, parts = sums, self.options.ridge, []
+        if self.options.balanced:  # class means, times the mean number of images
+            targets = sums / self.counts.clamp(min=1)[:, None] * self.counts.double().mean()
         with float32_products(tf32=False):
             for place, block in enumerate(storage_of.blocks_of(self.units, self.options.blocks)):
                 whole = gram.block(block, dtype)
                 diagonal = whole.diagonal().clone()
                 if isinstance(given, float):
                     self.ridge.fill_(given)
-                elif given == "auto" and place == 0:  # the other blocks are of the same kind
+                elif place == 0 and (given == "auto" or not self.ridge):  # the other blocks are of the same kind
                     self.ridge.fill_(least_squares.choose(whole.float(), diagonal, sums[:, block], images))
                 parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
@@ -298,7 +301,7 @@ class Ridge(StatisticsClassifier):
         for name, buffer in self.named_buffers():
             if name in state:
                 setattr(self, name, buffer.new_empty(state[name].shape))
-        self._arrived, self._provisional, self._solved = [], [], True
+        self._arrived, self._arrived_bytes, self._provisional, self._solved = [], 0, [], True
         return super().load_state_dict(state, strict, assign)
 
 
