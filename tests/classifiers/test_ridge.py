@@ -1,5 +1,7 @@
 """The ridge classifier against a plain ridge regression on all images at once, and against recorded numbers."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from mambacl.classifiers import NearestMean, Ridge
 from mambacl.classifiers import ridge as module
 from mambacl.classifiers.least_squares import CURRENT, choose, current_task_errors, generalised_error, lowest, solve
 from mambacl.classifiers.lift import draw
-from mambacl.classifiers.ridge_options import RULES, parsed_size
+from mambacl.classifiers.ridge_options import RULES, RidgeOptions, parsed_size
 from mambacl.errors import UserError
 
 D, WIDTH, CLASSES = 6, 40, 5
@@ -296,6 +298,17 @@ def test_rules_are_settings() -> None:
     assert (
         Ridge(D).units == 32 * D and Ridge(1000).units == 5000 and Ridge(D, rule="acil", width=8).options.ridge == 0.1
     )
+
+
+def test_the_page_shows_every_option_and_its_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "classifiers.md").read_text(encoding="utf-8")
+    for option in fields(RidgeOptions):
+        assert f"| `{option.name}` |" in text
+    features, labels = some()
+    names: dict[str, Any] = {"features": features, "labels": labels}
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], names)
+    assert names["classifier"].counts.sum() == 240 and names["classifier"].nbytes <= 2e6
+    assert capsys.readouterr().out.endswith(" MB\n")
 
 
 # Difficult input
