@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tolerance import assert_near, rounding
+from tolerance import assert_near
 from torch import Tensor
 
 from mambacl.classifiers import NearestMean, Ridge
@@ -47,10 +47,13 @@ def joint(features: Tensor, labels: Tensor, test: Tensor, scaled_by: Tensor, rid
     return t @ torch.linalg.solve(h.T @ h + ridge * torch.eye(WIDTH), h.T @ F.one_hot(labels).double())
 
 
+ALIKE = 100 * D * WIDTH
+
+
 def assert_alike(one: Tensor, other: Tensor) -> None:
-    """Scores of the same sums in float32, rounded differently; the ridge is a hundredth of G's largest eigenvalue and
-    more, so errors grow a hundredfold at most."""
-    assert_near(one, other, 10**4 * D * WIDTH)
+    """Scores from the same images, rounded differently. G + r I has a condition number of about 500, which multiplies
+    errors of the worst direction; ten times the rounding of the sums is for a usual one."""
+    assert_near(one, other, ALIKE)
 
 
 # The classifier of all images at once
@@ -70,7 +73,7 @@ def test_tasks_one_by_one_give_the_classifier_of_all_images(storage: str) -> Non
     expected = joint(features, labels, test, features[first])
     assert_alike(made.scores(test), expected)
     if storage == "float64":  # W and features are float32 numbers; all else is exact
-        assert_near(made.scores(test.double()), expected, 10**4 * D * WIDTH)
+        assert_near(made.scores(test.double()), expected, ALIKE)
     assert made.counts.tolist() == [24] * 5 and made.ridge == 2.0
 
 
@@ -212,9 +215,9 @@ def test_int16_is_close_and_half_the_size() -> None:
     wide = {"width": 600}
     exact, small = taught(features, labels, **wide), taught(features, labels, cuts=3, storage="int16", **wide)
     assert small.gram.nbytes * 2 == exact.gram.nbytes
-    # A correlation is off by up to half a unit, twice for two roundings of three; the errors form a random matrix.
-    error = 2 * 600**0.5 * exact._gram().diagonal().max() / module.storage_of.LARGEST
-    relative = float(error / 2.0)
+    # Correlations are off by 0.29 units on average: a random matrix, whose largest eigenvalue the ridge divides.
+    relative = 2 * 600**0.5 * 0.29 * small.spread.square().max().item() / module.storage_of.LARGEST / 2.0
+    assert relative < 0.2
     difference = (small.scores(test) - exact.scores(test)).norm() / exact.scores(test).norm()
     assert (
         difference <= relative and (small.scores(test).argmax(1) == exact.scores(test).argmax(1)).float().mean() > 0.95
@@ -450,11 +453,6 @@ def test_ranpac_answers_before_a_task_ends() -> None:
     made.update(features[60:], labels[60:])
     made.finish_task()  # judged by what has arrived since
     assert made.ridge in CURRENT
-
-
-def test_the_bound_of_the_comparison_is_below_the_scores() -> None:
-    """`assert_alike` could not tell scores apart otherwise."""
-    assert rounding(10**4 * D * WIDTH) < 1e-3
 
 
 @pytest.mark.gpu
