@@ -35,6 +35,11 @@ def solve(gram: Tensor, diagonal: Tensor, sums: Tensor, ridge: float) -> Tensor:
     lower = factor(gram, diagonal, ridge)
     if lower is None:
         raise UserError(f"The ridge {ridge:g} is too small for sums in this precision: set a larger one, or auto.")
+    return solution(lower, sums)
+
+
+def solution(lower: Tensor, sums: Tensor) -> Tensor:
+    """W (classes, units) from the Cholesky factor and Q (classes, units)."""
     return torch.cholesky_solve(sums.T.to(lower.dtype), lower).T
 
 
@@ -71,18 +76,24 @@ def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> float:
-    """The ridge: of those tried, the one with the lowest generalised error, moved by FOR_ACCURACY."""
+def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> tuple[float, Tensor]:
+    """The ridge, and the Cholesky factor for it: of the ridges tried, the one with the lowest generalised error, moved
+    by FOR_ACCURACY, or the next larger one that the precision of the sums allows."""
     unit = float(diagonal.mean()) or 1.0
     step = first_true(lambda k: rises(gram, diagonal, sums, images, unit * 10 ** ((k + 0.5) / 2)), *STEPS)
-    return unit * 10 ** ((step + FOR_ACCURACY) / 2)
+    for larger in range(step + FOR_ACCURACY, STEPS[1] + 1):
+        ridge = unit * 10 ** (larger / 2)
+        lower = factor(gram, diagonal, ridge)
+        if lower is not None:
+            return ridge, lower
+    raise UserError("The sums of the ridge classifier are not those of finite features: fit it again.")
 
 
 def current_task_errors(lifted: Tensor, targets: Tensor, share: float) -> Tensor:
     """RanPAC's choice: fits each of CURRENT to all but the last `share` of the task's images (n, units) and returns the
     mean squared errors on those, in float64. The order of the images matters."""
     lifted, targets = lifted.double(), targets.double()
-    count = int((1 - share) * len(lifted))
+    count = max(1, int((1 - share) * len(lifted)))
     h, y = lifted[:count], targets[:count]
     values, vectors = torch.linalg.eigh(h @ h.T)
     # W = h^T (h h^T + r I)^-1 y, so that all ridges share one decomposition.

@@ -5,25 +5,25 @@
     scores = h (G + r I)^-1 Q                 no bias
 
 The sums of all tasks give exactly the classifier that all images together would give, so nothing is forgotten as long
-as features do not move. RanPAC and ACIL are the same classifier with other settings: see
-`ridge_options.RULES`.
+as features do not move. RanPAC and ACIL are the same classifier with other settings (`ridge_options.RULES`).
 
-What is when fixed:
-- m and s with the first `finish_task`, from all features until then, or before by `fit_scale`. Until then features
-  wait, and `scores` answers with m and s of those that do. Later images never change m and s.
-- W when the classifier is built, from the seed. The state contains a few values of it to recognise it, but not W.
-- Features of a task wait until it ends, `scores` needs them or there are more than WAITING bytes (which also fixes m
-  and s); then they enter G and Q and are dropped. Any order and division of the images gives the same state, up to
-  rounding.
+When each part is fixed:
+- m and s: with the first `finish_task`, from all features until then, or earlier by `fit_scale`. Later images never
+  change them. Until then, `scores` answers as if the first task ended now.
+- W: from the seed. The state does not contain W, only a few of its values, to recognise it.
+- G and Q: features wait until their task ends, `scores` or `state_dict` is called, or there are more than WAITING bytes
+  of them (which also fixes m and s). Then they enter the sums and are dropped. Up to rounding, the state does not
+  depend on the order of the images or their division into batches.
 
 Memory in bytes, for M units, C classes and n waiting images with d features:
 - at rest (`nbytes`): 2 M^2 for G (1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
 - beside it, never saved: W, 4 d M;
 - during an update: 4 n d for what waits, 4 n M (at most LIFTED) for lifted features;
-- while solving: two matrices of 8 M^2, or 4 M^2 each above FLOAT64_UNITS units.
+- while solving: 16 M^2, or 8 M^2 above FLOAT64_UNITS units.
 
 Sums of at most `gram.ROWS` products are in float32 (never TF32), sums of those in float64; each stored value is
-rounded once per task. With `storage: float64`, everything is in float64.
+rounded once per LIFTED bytes of lifted features, which is once per task in most cases. With `storage: float64`,
+everything is in float64.
 """
 
 import zlib
@@ -47,8 +47,8 @@ from mambacl.log import logger
 from mambacl.ops.precision import at_least_float32, float32_products, full_precision
 from mambacl.options import build_config
 
-WAITING = 512 * 10**6  # bytes of features that wait at most
-LIFTED = 512 * 10**6  # bytes of lifted features at a time
+WAITING = 256 * 10**6  # bytes of features that wait at most
+LIFTED = 10**9  # bytes of lifted features at a time
 FLOAT64_UNITS = 32768  # more are solved in float32
 
 
@@ -95,6 +95,7 @@ class Ridge(StatisticsClassifier):
         self.register_buffer("projection", None, persistent=False)
         self.register_buffer("phases", None, persistent=False)
         self._arrived: list[tuple[Tensor, Tensor]] = []  # joins `waiting` when needed
+        self._arrived_bytes = 0
         self._solved = True
         self._provisional: list[Ridge] = []  # answers until m and s are fixed
 
@@ -103,6 +104,7 @@ class Ridge(StatisticsClassifier):
         """An empty classifier with the same lift, which can later be merged into the other."""
         made = cls(other.num_features, **asdict(other.asked))
         made.center, made.scale = other.center.clone(), other.scale.clone()
+        made.projection = other.projection  # never changes
         return made.to(other.sums.device)
 
     @property
@@ -132,10 +134,8 @@ class Ridge(StatisticsClassifier):
         features, labels = self.checked(features, labels)
         if not len(labels):
             return
-        self._arrived.append((features.to(self.dtype, copy=True), labels.clone()))
-        self._solved, self._provisional = False, []
-        size = sum(part.nbytes for part, _ in self._arrived) + self.waiting.nbytes
-        if size > WAITING and self.options.ridge != "current-task":
+        self._arrive(features.to(self.dtype, copy=True), labels.clone())
+        if self._arrived_bytes + self.waiting.nbytes > WAITING and self.options.ridge != "current-task":
             self._absorb(fix=True)
 
     @torch.no_grad()
@@ -157,10 +157,17 @@ class Ridge(StatisticsClassifier):
         self._absorb(fix=True)
         self._solve()
 
+    def _arrive(self, features: Tensor, labels: Tensor) -> None:
+        self._arrived.append((features, labels))
+        self._arrived_bytes += features.nbytes
+        self._solved, self._provisional = False, []
+
     def _gather(self) -> None:
         """Moves what arrived to `waiting`."""
-        device, self._arrived, arrived = self.sums.device, [], self._arrived
-        parts = [(self.waiting, self.waiting_labels), *arrived]
+        if not self._arrived:
+            return
+        parts, device = [(self.waiting, self.waiting_labels), *self._arrived], self.sums.device
+        self._arrived, self._arrived_bytes = [], 0
         self.waiting = torch.cat([features.to(device) for features, _ in parts])
         self.waiting_labels = torch.cat([labels.to(device) for _, labels in parts])
 
@@ -211,15 +218,13 @@ class Ridge(StatisticsClassifier):
         device = self.sums.device
         self.add_task(max(0, other.classes - self.classes))
         if other.scaled and not self.scaled:
-            self.center, self.scale = other.center.to(device), other.scale.to(device)
+            self.center, self.scale = other.center.clone().to(device), other.scale.clone().to(device)
         self._absorb()
         before, theirs = self._gram(), other._gram().to(device)
         self.sums[: other.classes] += other.sums.to(device)
         self.counts[: other.classes] += other.counts.to(device)
         self._keep(before.merge(theirs, *self._totals()))
-        if len(other.waiting):
-            self._arrived.append((other.waiting.to(device), other.waiting_labels.to(device)))
-        self._solved, self._provisional = False, []
+        self._arrive(other.waiting.to(device), other.waiting_labels.to(device))
 
     # The solution
 
@@ -229,18 +234,20 @@ class Ridge(StatisticsClassifier):
             return
         dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
         sums, gram, images = self.sums.double(), self._gram(), int(self.counts.sum())
-        targets = (
-            sums / self.counts.clamp(min=1)[:, None] * self.counts.double().mean() if self.options.balanced else sums
-        )
-        given, parts = self.options.ridge, []
+        targets, given, parts = sums, self.options.ridge, []
+        if self.options.balanced:  # class means, times the mean number of images
+            targets = sums / self.counts.clamp(min=1)[:, None] * self.counts.double().mean()
         with float32_products(tf32=False):
             for place, block in enumerate(storage_of.blocks_of(self.units, self.options.blocks)):
                 whole = gram.block(block, dtype)
                 diagonal = whole.diagonal().clone()
                 if isinstance(given, float):
                     self.ridge.fill_(given)
-                elif given == "auto" and place == 0:  # the other blocks are of the same kind
-                    self.ridge.fill_(least_squares.choose(whole, diagonal, sums[:, block], images))
+                elif place == 0 and (given == "auto" or not self.ridge):  # the other blocks are of the same kind
+                    chosen, lower = least_squares.choose(whole, diagonal, sums[:, block], images)
+                    self.ridge.fill_(chosen)
+                    parts.append(least_squares.solution(lower, targets[:, block]))
+                    continue
                 parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
         self._solved = True
@@ -304,7 +311,7 @@ class Ridge(StatisticsClassifier):
         for name, buffer in self.named_buffers():
             if name in state:
                 setattr(self, name, buffer.new_empty(state[name].shape))
-        self._arrived, self._provisional, self._solved = [], [], True
+        self._arrived, self._arrived_bytes, self._provisional, self._solved = [], 0, [], True
         return super().load_state_dict(state, strict, assign)
 
 

@@ -61,7 +61,7 @@ class RidgeOptions(Options):
     """first-task: subtract each feature's mean in the first task and divide by its deviation"""
     ridge: Annotated[float, NOT_NEGATIVE] | Literal["auto", "current-task"] | None = None
     """the ridge; auto: by generalised cross-validation over the images of all tasks so far; current-task: by a share of
-    the current task's images, as RanPAC does"""
+    the current task's images when it ends, as RanPAC does (auto before the first task ends)"""
     held_out: Annotated[float, between(0.01, 0.99)] = 0.2
     """with ridge current-task: the share of the task's images, its last ones, that judge the ridge"""
     balanced: bool = False
