@@ -151,11 +151,11 @@ class Method:
     @torch.no_grad()
     def fit_classifier(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Called after `finish_task`, with the same images, if the classifier is computed from features."""
+        mirrored = self.setup.features.mirror != "none"
         for images, labels in batches:
             images, labels = images.to(self.device), labels.to(self.device)
-            self.classifier.update(self.classifier_input(images), labels)
-            if self.setup.features.mirror != "none":
-                self.classifier.update(self.classifier_input(images.flip(3)), labels)
+            for view in (images, images.flip(3)) if mirrored else (images,):
+                self.classifier.update(self.classifier_input(view), labels)
         self.classifier.finish_task()
 
     def moved(self) -> list[dict[str, Tensor]]:
@@ -166,10 +166,17 @@ class Method:
         """Scores of all classes seen so far, by label."""
         return self.classifier.scores(self.classifier_input(images))
 
+    def views(self, images: Tensor) -> list[Tensor]:
+        """The images to predict from: with `features.mirror: both`, also the mirror images."""
+        return [images, images.flip(3)] if self.setup.features.mirror == "both" else [images]
+
     def answer(self, images: Tensor) -> Tensor:
-        """`predict`; with `features.mirror: both`, the sum of the scores of an image and its mirror image."""
-        scores = self.predict(images)
-        return scores + self.predict(images.flip(3)) if self.setup.features.mirror == "both" else scores
+        """The sum of what `predict` says about each view."""
+        return torch.stack([self.predict(view) for view in self.views(images)]).sum(0)
+
+    def scores(self, inputs: list[Tensor]) -> Tensor:
+        """The same from the classifier's input for each view."""
+        return torch.stack([self.classifier.scores(x) for x in inputs]).sum(0)
 
     # State
 

@@ -33,6 +33,7 @@ from mambacl.training.step import Recorder, TrainingStep, autocast
 T = TypeVar("T", bound=torch.optim.Optimizer)
 Batches = Iterable[tuple[Tensor, Tensor]]
 CHECKPOINT_EVERY = 1.0  # seconds between background checkpoints: copying one takes longer than a step
+KEPT = 1 << 30  # bytes of test images' features that an evaluation keeps for the next one
 LARGE = 1 << 30  # bytes; a task state above this is not copied to be written in the background
 
 
@@ -85,6 +86,8 @@ class Loop:
         self.recorder = Recorder(device)
         self.background = Background(fast and device.type == "cuda")
         self.names: list[str] = []
+        self.kept: dict[int, list[tuple[list[Tensor], Tensor]]] = {}  # test images' features, by task
+        self.room = KEPT
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Trains from the beginning, or from a checkpoint, to the end. Returns the results."""
@@ -207,16 +210,36 @@ class Loop:
 
         if self.fast and self.device.type == "cuda" and self.method.recordable:  # nothing moves during an evaluation
             predict = Recorded(plain, tuple, record=CUDAGraphs(self.recorder))
-        sizes, batch = [len(classes) for classes in self.stream.tasks], self.recipe.eval_batch_size
+        sizes = [len(classes) for classes in self.stream.tasks]
         counts = []
         for j in range(task + 1):
             correct = torch.zeros((), dtype=torch.int64, device=self.device)
-            for images, labels in self.stream.test_batches(j, batch):
-                logits = predict(images.to(self.device, non_blocking=True))
-                labels = labels.to(self.device, non_blocking=True)
+            for logits, labels in self._answers(j, predict):
                 correct += right(logits, labels, scenario=self.scenario, sizes=sizes, task=j).sum()
             counts.append(int(correct))
         return counts
+
+    def _answers(self, task: int, predict: Callable[[Tensor], Tensor]) -> Batches:
+        """Scores and labels of a task's test images, in batches. If nothing trains, the features of the images stay the
+        same, and are computed once if they fit into KEPT bytes."""
+        method, device = self.method, self.device
+        if task in self.kept:
+            for inputs, labels in self.kept[task]:
+                yield method.scores(inputs), labels
+            return
+        kept: list[tuple[list[Tensor], Tensor]] | None = None if method.trains else []
+        for images, labels in self.stream.test_batches(task, self.recipe.eval_batch_size):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            if kept is None:
+                yield predict(images), labels
+                continue
+            with autocast(device, self.bf16):
+                inputs = [method.classifier_input(view) for view in method.views(images)]
+            kept.append((inputs, labels))
+            yield method.scores(inputs), labels
+        size = sum(x.nbytes for inputs, _ in kept or [] for x in inputs)
+        if kept and size <= self.room:
+            self.kept[task], self.room = kept, self.room - size
 
     # Checkpoints and results
 
