@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 CLASSIFIERS: Registry[type[Classifier]] = Registry(
     "classifier",
     "mambacl.classifiers",
-    members("mambacl.classifiers", __file__, besides=("base", "registry", "subspaces")),
+    members("mambacl.classifiers", __file__, besides=("base", "class_statistics", "registry", "subspaces")),
 )
