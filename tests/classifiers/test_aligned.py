@@ -1,5 +1,6 @@
 """Heads aligned on samples of class Gaussians: SLCA's recorded numbers, what an alignment does, and its state."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_slca_statistics_as_recorded(recorded: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("task", [1, 2])
 def test_slca_alignment_as_recorded(task: int, recorded: dict[str, Tensor]) -> None:
     """From the recorded samples: two epochs of as many batches as classes, at a learning rate of 0.05."""
-    widths, options = [3] * (task + 1), AlignedOptions(epochs=2, samples=6, lr=0.05)
+    widths, options = [3] * (task + 1), dataclasses.replace(SLCA, epochs=2, samples=6, lr=0.05)
     weight, bias = (recorded[f"task{task}.trained.head.{name}"] for name in ("weight", "bias"))
     steps = [
         (recorded[f"task{task}.align.iter{i}.features"], recorded[f"task{task}.align.iter{i}.labels"])
@@ -200,6 +201,8 @@ def test_mistakes_are_named() -> None:
         heads.update(torch.zeros(1, D), torch.tensor([-1]))
     with pytest.raises(UserError, match="'aligned' is trained step by step"):
         heads.merge(AlignedHeads(D))
+    with pytest.raises(UserError, match="alignment of the heads diverged: set the classifier's lr below 1e\\+30"):
+        two_tasks(lr=1e30)
     for options, message in (({"age": 1.0}, "below 1"), ({"logit_norm": 0.0}, "positive"), ({"samples": 0}, "1")):
         with pytest.raises(UserError, match=message):
             AlignedHeads(D, **options)

@@ -31,26 +31,26 @@ class AlignedOptions(CovarianceOptions):
 
     ridge: Annotated[float, finite_from(0)] = 1e-4
     """number that is added to every variance"""
-    age: Annotated[float, Must("be at least 0 and below 1", lambda value: 0 <= value < 1)] = 0.1
+    age: Annotated[float, Must("be at least 0 and below 1", lambda value: 0 <= value < 1)] = 0.0
     """how much means of old classes shrink in the samples: those of task t of T are multiplied by 1 - age (1 - t/T)"""
     samples: Annotated[int, at_least(1)] = 256
     """samples per class and epoch; also the size of a batch"""
     epochs: Annotated[int, at_least(0)] = 5
     """epochs of an alignment"""
-    lr: Annotated[float, positive] = 0.01
+    lr: Annotated[float, positive] = 0.1
     """learning rate of an alignment, which follows a cosine to zero"""
     momentum: Annotated[float, Must("be at least 0 and below 1", lambda value: 0 <= value < 1)] = 0.9
     """momentum of an alignment"""
     weight_decay: Annotated[float, finite_from(0)] = 5e-4
     """weight decay of an alignment"""
-    logit_norm: Annotated[float, positive] | None = 0.1
+    logit_norm: Annotated[float, positive] | None = None
     """logits are divided by the mean norm of a task's logits, times this number; null: they are not"""
     accumulate: bool = False
     """start from the previous alignment; false: from the heads as they were trained, as SLCA does"""
 
 
-SLCA = AlignedOptions(own=1.0, pooled=0.0)
-"""SLCA's public code: each class has its own covariance"""
+SLCA = AlignedOptions(own=1.0, pooled=0.0, age=0.1, lr=0.01, logit_norm=0.1)
+"""SLCA's public code"""
 
 
 def age_factors(widths: Sequence[int], age: float) -> Tensor:
@@ -120,6 +120,10 @@ class AlignedHeads(SeparateHeads):
             with full_precision(weight):
                 kept = [width for width in widths if width]
                 new = align(weight[seen], bias[seen], self._epochs(seen, weight.dtype), kept, self.options)
+            if not all(torch.isfinite(tensor).all() for tensor in new):
+                raise UserError(
+                    f"The alignment of the heads diverged: set the classifier's lr below {self.options.lr}."
+                )
             weight[seen], bias[seen] = new
         self.weight, self.bias = weight, bias.masked_fill(~seen, -torch.inf)
 
