@@ -101,6 +101,7 @@ def test_alignment_makes_heads_comparable() -> None:
     assert (separate.argmax(1) == labels).float().mean() < 0.2  # the second head shouts the first one down
     assert (heads.scores(features).argmax(1) == labels).float().mean() > 0.95
     assert torch.equal(heads.heads[0].weight, 0.1 * torch.eye(D)[:2])  # the heads themselves stay
+    assert heads.nbytes == 5 * 8 * (D**2 + 2 * D + 2)  # as docs/methods.md says
     assert not heads.weight.requires_grad and not heads.scores(features).requires_grad
 
 
@@ -206,3 +207,16 @@ def test_mistakes_are_named() -> None:
     for options, message in (({"age": 1.0}, "below 1"), ({"logit_norm": 0.0}, "positive"), ({"samples": 0}, "1")):
         with pytest.raises(UserError, match=message):
             AlignedHeads(D, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_gpu_aligns_on_the_same_samples() -> None:
+    whole, features = two_tasks(), some(1, seed=1)[0]
+    heads = AlignedHeads(D).to("cuda")
+    for task, width in enumerate(WIDTHS):
+        heads.add_task(width, seed=task)
+        train(heads, task, scale=(0.1, 5.0)[task])
+        heads.update(*(tensor.cuda() for tensor in some(task)))
+        heads.finish_task()
+    assert_near(heads.scores(features.cuda()).cpu(), whole.scores(features), 25 * 256 * D, size=10.0)

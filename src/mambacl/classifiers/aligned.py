@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mambacl.classifiers.class_statistics import ClassStatistics, CovarianceOptions, draw
 from mambacl.classifiers.registry import CLASSIFIERS
@@ -102,6 +102,9 @@ class AlignedHeads(SeparateHeads):
         self.register_buffer("weight", torch.zeros(0, num_features))
         self.register_buffer("bias", torch.zeros(0))
 
+    def new_head(self, classes: int, seed: int) -> nn.Module:
+        return super().new_head(classes, seed).to(self.weight.device)
+
     def update(self, features: Tensor, labels: Tensor) -> None:
         if len(labels) and int(labels.max()) >= self.classes:
             raise UserError(f"Label {int(labels.max())} has no head: add_task comes before update.")
@@ -161,8 +164,8 @@ class AlignedHeads(SeparateHeads):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Replaces the heads, the statistics and the alignment by those of the state."""
         self.statistics.resize(len(state["statistics.counts"]))
-        finished, device = len(state["bias"]), self.bias.device
-        self.weight, self.bias = torch.zeros(finished, self.num_features, device=device), self.bias.new_zeros(finished)
+        finished = len(state["bias"])
+        self.weight, self.bias = self.weight.new_zeros(finished, self.num_features), self.bias.new_zeros(finished)
         return super().load_state_dict(state, strict, assign)
 
 

@@ -5,7 +5,8 @@ any order, merged, and mapped when the features move; a reference point would ha
 
 Float64 makes up for the missing reference point. If features have mean m and spread s, rounding them to float32 changes
 a variance by 2^-24 (m/s), relative to s^2, and the float64 sums by 2^-53 (m/s)^2. The second is smaller up to m/s =
-2^29. `rounding` is the bound of that error; directions with less variance than that count as having no variance.
+2^29. `rounding` bounds the second, with a margin for many images and features. It is added to every variance, so that
+no inverse is made of rounding errors; with 50,000 images of 384 features it is as large as s^2 at m/s = 10^5.
 """
 
 from collections.abc import Mapping
