@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mambacl.classifiers.gaussian import Gaussian
     from mambacl.classifiers.lda import LDA
     from mambacl.classifiers.nearest_mean import NearestMean
+    from mambacl.classifiers.ridge import Ridge
     from mambacl.classifiers.separate import SeparateHeads
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "CosineHeads",
     "Gaussian",
     "NearestMean",
+    "Ridge",
     "SeparateHeads",
     "StatisticsClassifier",
     "TaskHeads",
@@ -39,6 +41,7 @@ __getattr__ = attributes(
         "Gaussian": "gaussian",
         "LDA": "lda",
         "NearestMean": "nearest_mean",
+        "Ridge": "ridge",
         "SeparateHeads": "separate",
     },
 )

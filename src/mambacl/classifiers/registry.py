@@ -13,5 +13,9 @@ if TYPE_CHECKING:
 CLASSIFIERS: Registry[type[Classifier]] = Registry(
     "classifier",
     "mambacl.classifiers",
-    members("mambacl.classifiers", __file__, besides=("base", "class_statistics", "registry", "subspaces")),
+    members(
+        "mambacl.classifiers",
+        __file__,
+        besides=("base", "class_statistics", "gram", "least_squares", "lift", "registry", "ridge_options", "subspaces"),
+    ),
 )
