@@ -6,16 +6,24 @@ from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.lazy import attributes
 
 if TYPE_CHECKING:
+    from mambacl.classifiers.aligned import AlignedHeads
     from mambacl.classifiers.base import Classifier, StatisticsClassifier, TaskHeads
+    from mambacl.classifiers.class_statistics import ClassStatistics
     from mambacl.classifiers.cosine import CosineHeads
+    from mambacl.classifiers.gaussian import Gaussian
+    from mambacl.classifiers.lda import LDA
     from mambacl.classifiers.nearest_mean import NearestMean
     from mambacl.classifiers.ridge import Ridge
     from mambacl.classifiers.separate import SeparateHeads
 
 __all__ = [
     "CLASSIFIERS",
+    "LDA",
+    "AlignedHeads",
+    "ClassStatistics",
     "Classifier",
     "CosineHeads",
+    "Gaussian",
     "NearestMean",
     "Ridge",
     "SeparateHeads",
@@ -27,7 +35,11 @@ __getattr__ = attributes(
     __name__,
     {
         **dict.fromkeys(("Classifier", "StatisticsClassifier", "TaskHeads"), "base"),
+        "AlignedHeads": "aligned",
+        "ClassStatistics": "class_statistics",
         "CosineHeads": "cosine",
+        "Gaussian": "gaussian",
+        "LDA": "lda",
         "NearestMean": "nearest_mean",
         "Ridge": "ridge",
         "SeparateHeads": "separate",

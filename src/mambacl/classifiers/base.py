@@ -76,6 +76,19 @@ class Classifier(nn.Module, ABC):
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
 
+def check_batch(features: Tensor, labels: Tensor, num_features: int) -> None:
+    """Refuses what is not a batch of features with class numbers."""
+    if features.dim() != 2 or features.shape[1] != num_features or labels.shape != features.shape[:1]:
+        raise UserError(
+            f"update needs features (b, {num_features}) and labels (b,), got {tuple(features.shape)} and "
+            f"{tuple(labels.shape)}."
+        )
+    if labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
+        raise UserError("Labels must be whole numbers from 0.")
+    if not torch.isfinite(features).all():
+        raise UserError("A feature is NaN or infinite: check the images and the model's weights.")
+
+
 class StatisticsClassifier(Classifier):
     """A classifier computed from sums over features. Updates can come in any order and any division into batches, with
     new classes, more images of old classes or single images."""
@@ -85,15 +98,7 @@ class StatisticsClassifier(Classifier):
 
     def checked(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The arguments of `update`, on the classifier's device, after adding classes that it does not know yet."""
-        if features.dim() != 2 or features.shape[1] != self.num_features or labels.shape != features.shape[:1]:
-            raise UserError(
-                f"update needs features (b, {self.num_features}) and labels (b,), got {tuple(features.shape)} and "
-                f"{tuple(labels.shape)}."
-            )
-        if labels.is_floating_point() or (len(labels) and int(labels.min()) < 0):
-            raise UserError("Labels must be whole numbers from 0.")
-        if not torch.isfinite(features).all():
-            raise UserError("A feature is NaN or infinite: check the images and the model's weights.")
+        check_batch(features, labels, self.num_features)
         device = next(self.buffers()).device
         if len(labels):
             self.add_task(max(0, int(labels.max()) + 1 - self.classes))

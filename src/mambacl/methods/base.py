@@ -25,6 +25,7 @@ from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
 
 CLASSIFIER = "classifier/"  # prefix of a classifier's tensors in a task's state
+HEADS = "heads."  # prefix of the tensors that change with each step in the state of heads
 
 
 @dataclass(frozen=True)
@@ -181,30 +182,35 @@ class Method:
     # State
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {**self.tuning.state_dict(), **self.heads.state_dict()}
+        heads = {name: tensor for name, tensor in self.heads.state_dict().items() if name.startswith(HEADS)}
+        return {**self.tuning.state_dict(), **heads}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises KeyError or RuntimeError if the state does not match."""
-        heads = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
+        heads = {name: tensor for name, tensor in state.items() if name.startswith(HEADS)}
         self.tuning.load_state_dict({name: tensor for name, tensor in state.items() if name not in heads})
-        self.heads.load_state_dict(heads)
+        others = {name: tensor for name, tensor in self.heads.state_dict().items() if not name.startswith(HEADS)}
+        self.heads.load_state_dict({**others, **heads})
         self.heads.to(self.device)
         self._follow_heads()
 
     @property
     def needs_task_state(self) -> bool:
         """Whether `predict` needs the tensors of `task_state_dict`."""
-        return not self.classifier.trains
+        return self.classifier.updates
 
     def task_state_dict(self) -> dict[str, Tensor]:
-        if self.classifier.trains:
+        if not self.classifier.updates:
             return {}
-        return {CLASSIFIER + name: tensor for name, tensor in self.classifier.state_dict().items()}
+        state = self.classifier.state_dict()
+        return {CLASSIFIER + name: tensor for name, tensor in state.items() if not name.startswith(HEADS)}
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if not self.classifier.trains:
+        if self.classifier.updates:
             own = {name.removeprefix(CLASSIFIER): t for name, t in state.items() if name.startswith(CLASSIFIER)}
-            self.classifier.load_state_dict(own)
+            heads = {name: t for name, t in self.classifier.state_dict().items() if name.startswith(HEADS)}
+            self.classifier.load_state_dict({**heads, **own})
+            self.classifier.to(self.device)
             self._follow_heads()
 
     def task_text(self) -> dict[str, str]:

@@ -1,0 +1,76 @@
+"""Linear discriminant analysis: Gaussians with different means and one shrunk covariance. Scores are linear in the
+feature."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mambacl.classifiers.class_statistics import ClassStatisticsClassifier, mean_variance
+from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.options import Must, Options
+
+
+def oas(covariance: Tensor, freedom: Tensor | float) -> Tensor:
+    """The share of the identity in a covariance (d, d) with this many degrees of freedom: the oracle approximating
+    shrinkage of Chen, Wiesel, Eldar and Hero (2010), eq. 23. It needs nothing but the covariance; Ledoit and Wolf's
+    rule needs fourth moments, which the sums do not hold."""
+    d = len(covariance)
+    square, trace = covariance.square().sum(), covariance.trace()  # tr(S S), tr(S)
+    above = (1 - 2 / d) * square + trace.square()
+    below = (freedom + 1 - 2 / d) * (square - trace.square() / d)
+    return torch.where(below > above, above / below, 1.0)
+
+
+@dataclass(frozen=True)
+class LDAOptions(Options):
+    """Options of linear discriminant analysis."""
+
+    shrinkage: Annotated[
+        float | Literal["auto"],
+        Must("be auto, or at least 0 and at most 1", lambda value: value == "auto" or 0 <= value <= 1),
+    ] = "auto"
+    """a in S = (1 - a) S_within + a T; auto: the oracle approximating shrinkage (OAS)"""
+    target: Literal["variance", "identity"] = "variance"
+    """T: the identity times the mean variance, or the identity itself, as in the code of LR-RGDA (there a = 0.3)"""
+    balanced: bool = True
+    """every class is equally likely; false: in proportion to its images"""
+
+
+class LDA(ClassStatisticsClassifier):
+    name = "lda"
+    summary = "linear discriminant analysis with a shrunk covariance, computed from features when a task ends"
+    options_class: ClassVar[type] = LDAOptions
+    covariance = "pooled"
+
+    def shrunk(self) -> Tensor:
+        """S (d, d); the identity if no class varies, which makes this the nearest class mean."""
+        within, freedom, error = self.statistics.within(), self.statistics.freedom().sum(), self.statistics.rounding()
+        identity = torch.eye(len(within), dtype=within.dtype, device=within.device)
+        variance = mean_variance(within)
+        a = oas(within, freedom) if self.options.shrinkage == "auto" else self.options.shrinkage
+        target = variance * identity if self.options.target == "variance" else identity
+        return torch.where(variance > 2 * error, (1 - a) * within + a * target + error * identity, identity)
+
+    def solve(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The centre of the means, weights and biases. Relative to the centre, scores stay small and exact even if
+        features are far from zero."""
+        counts, means = self.statistics.counts, self.statistics.means()
+        seen = counts > 0
+        centre = means.sum(0) / seen.sum().clamp(min=1)
+        means = torch.where(seen[:, None], means - centre, 0.0)
+        weights = torch.cholesky_solve(means.T, torch.linalg.cholesky(self.shrunk())).T  # (classes, d)
+        biases = -(weights * means).sum(1) / 2
+        if not self.options.balanced:
+            biases = biases + (counts.double() / counts.sum().clamp(min=1)).log()
+        return centre, weights, biases.masked_fill(~seen, -torch.inf)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Log-probabilities up to a term that all classes share; minus infinity for a class without images. Computed
+        in float64, which costs little beside a backbone."""
+        centre, weights, biases = self.solution(torch.float64)
+        return torch.addmm(biases, features.double() - centre, weights.T).to(features.dtype)
+
+
+CLASSIFIERS.add(LDA.name, LDA)
