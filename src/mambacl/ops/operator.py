@@ -35,11 +35,13 @@ def operator(
     def call(*inputs: Any) -> Any:
         if not _direct(inputs):
             return op(*inputs)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return direct.apply(*inputs)
-        return run(*inputs)
+        return direct.apply(*inputs) if wants_gradient(inputs) else run(*inputs)
 
     return call
+
+
+def wants_gradient(inputs: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def nothing(x: Tensor) -> Tensor:
@@ -55,8 +57,11 @@ def _direct(inputs: tuple[Any, ...]) -> bool:
     """Whether the operator can be bypassed: no compiler, no dispatch mode, only plain tensors with values."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    return all(type(x) in (Tensor, nn.Parameter) and x.device.type != "meta" for x in tensors)
+    for x in inputs:
+        plain = type(x) is Tensor or type(x) is nn.Parameter
+        if x.is_meta if plain else isinstance(x, Tensor):
+            return False
+    return True
 
 
 def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], differentiate: Callable[..., Any]) -> Any:

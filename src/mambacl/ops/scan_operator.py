@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.ops import cpu, scan_tiles, scan_torch, scan_triton
-from mambacl.ops.operator import nothing, operator
+from mambacl.ops.operator import nothing, operator, wants_gradient
 from mambacl.ops.precision import full_precision
 
 NONE, GIVEN, INSIDE = 0, 1, 2  # no softplus; delta already had it; the kernel applies it (ops.kernels.tiles)
@@ -208,5 +208,4 @@ scan = operator("scan", _run, _fake, _keep, _differentiate)
 
 def differentiable_scan(*inputs: Any) -> Any:
     """Calls the operator; states for the backward are kept only if an input requires a gradient."""
-    keep = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    return scan(*inputs, keep)
+    return scan(*inputs, wants_gradient(inputs))

@@ -7,6 +7,7 @@ delta, z and the gradient of the output are read in place, with any strides.
 import ctypes
 import functools
 import os
+import struct
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ def empty_like(x: Tensor) -> Tensor:
     """An empty tensor like x (b, l, d), time contiguous if it is in x, otherwise channels."""
     batch, length, channels = x.shape
     if x.stride(1) == 1 and x.stride(2) != 1:
-        return x.new_empty((batch, channels, length)).mT
+        return x.new_empty_strided(x.shape, (length * channels, 1, length))
     return x.new_empty((batch, length, channels))
 
 
@@ -118,9 +119,9 @@ def forward(
     out, last = empty_like(u), u.new_empty((u.shape[0], *A.shape))
     kept = u.new_empty(kept_shape(u, A, B) if keep else 0)
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
-    call.pointers += [kept.data_ptr() if keep else None]
+    call.pointers.append(_address(kept if keep else None))
     call.views(u, delta, z, None)
-    call.pointers += [last.data_ptr()]
+    call.pointers.append(_address(last))
     call.views(out)
     call.run()
     return out, last, kept
@@ -152,9 +153,9 @@ def backward(
     dD, dbias = (None if x is None else x.new_empty(x.shape) for x in (D, bias))
     dlast = None if dlast is None else dlast.contiguous()
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
-    call.pointers += [kept.data_ptr()]
+    call.pointers.append(_address(kept))
     call.views(u, delta, z, dout)
-    call.pointers += [None if x is None else x.data_ptr() for x in (dlast, dA, dB, dC, dD, dbias)]
+    call.pointers += [_address(x) for x in (dlast, dA, dB, dC, dD, dbias)]
     call.views(du, ddelta, dz)
     call.run()
     return du, ddelta, dA, dB, dC, dD, dz, dbias
@@ -181,24 +182,28 @@ class _Call:
         D, bias = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (D, bias))
         self.double = u.dtype == torch.float64
         self.kept_alive = B, C, D, bias
-        self.pointers = [x if x is None else x.data_ptr() for x in (A, B, C, D, bias)]
+        self.pointers = [_address(x) for x in (A, B, C, D, bias)]
         self.numbers: list[int] = [*u.shape, *B.shape[2:], log_A, softplus, reverse]
         self.numbers += [*A.stride(), *B.stride()[:3], *C.stride()[:3]]
 
     def views(self, *tensors: Tensor | None) -> None:
         for x in tensors:
-            self.pointers.append(None if x is None else x.data_ptr())
+            self.pointers.append(_address(x))
             self.numbers += (0, 0, 0) if x is None else x.stride()
 
     def run(self) -> None:
         found = library()
         assert found is not None
         function = found.mambacl_scan_f64 if self.double else found.mambacl_scan_f32
-        pointers = (ctypes.c_void_p * len(self.pointers))(*self.pointers)
-        numbers = (ctypes.c_longlong * len(self.numbers))(*self.numbers)
+        pointers = struct.pack(f"{len(self.pointers)}P", *self.pointers)
+        numbers = struct.pack(f"{len(self.numbers)}q", *self.numbers)
         failure = function(pointers, numbers, SETS[instruction_set()], torch.get_num_threads(), _parallel())
         if failure:
             raise RuntimeError(FAILURES[failure])
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 @functools.cache
