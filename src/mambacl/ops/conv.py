@@ -68,16 +68,9 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: b
 
 
 def _conv_back(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    reverse: bool,
-    silu: bool,
-    same: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, same: bool,
+    needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from mambacl.ops.kernels import conv
 
     left = padding(weight.shape[1], reverse, same)[0]

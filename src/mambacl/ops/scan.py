@@ -105,21 +105,9 @@ def scan_tokens(
 
 
 def _scan_by(
-    backend: str,
-    dtype: torch.dtype,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    log_A: bool,
-    softplus: bool,
-    reverse: bool,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    backend: str, dtype: torch.dtype, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool, out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`scan_tokens` by the backend that was chosen, computed in `dtype`; B and C have the same groups."""
     order = "reverse" if reverse else "forward"
     if backend == "triton":

@@ -14,23 +14,10 @@ NONE, GIVEN, INSIDE = 0, 1, 2  # no softplus; delta already had it; the kernel a
 
 
 def _run(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    log_A: bool,
-    softplus: bool,
-    order: str,
-    height: int,
-    dtype: torch.dtype,
-    backend: str,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    weight: Tensor | None, log_A: bool, softplus: bool, order: str, height: int, dtype: torch.dtype, backend: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output in `dtype`, the last state, what the backward needs besides the inputs (empty unless `keep`),
     and dt if it was computed before the scan (else empty). With a weight (d, rank), delta (b, l, rank) is multiplied by
     it before the softplus."""
@@ -59,21 +46,9 @@ def _run(
         inside = (GIVEN if weight is not None else INSIDE) if softplus else NONE
         given, bias = (dt, None) if weight is not None else (delta, bias)
         out, last, kept = scan_tiles.forward(
-            u,
-            given,
-            A,
-            B,
-            C,
-            D,
-            z,
-            bias,
-            log_A=log_A,
-            softplus=inside,
-            order=order,
-            height=height,
-            dtype=dtype,
+            u, given, A, B, C, D, z, bias, log_A=log_A, softplus=inside, order=order, height=height, dtype=dtype,
             keep=keep,
-        )
+        )  # fmt: skip
         return out, last, kept, dt
 
 
@@ -84,24 +59,10 @@ def _bare(u: Tensor, delta: Tensor, D: Tensor | None, z: Tensor | None, order: s
 
 
 def _back(
-    dout: Tensor,
-    dlast: Tensor | None,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    kept: Tensor,
-    log_A: bool,
-    softplus: int,
-    order: str,
-    height: int,
-    backend: str,
-    need_A: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, kept: Tensor, log_A: bool, softplus: int, order: str, height: int,
+    backend: str, need_A: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of u, delta, A, B, C, D, z and bias, in the inputs' dtypes; empty for inputs that are None."""
     found: tuple[Tensor | None, ...]
     with full_precision(u):

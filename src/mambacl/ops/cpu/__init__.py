@@ -96,20 +96,10 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def forward(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    log_A: bool = False,
-    softplus: bool = False,
-    reverse: bool = False,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    bias: Tensor | None = None, *, log_A: bool = False, softplus: bool = False, reverse: bool = False,
     keep: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output laid out like u, the last state (b, d, n) and, if `keep`, the states for the backward.
 
     dt = delta + bias, or its softplus; h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;
@@ -128,23 +118,10 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlast: Tensor | None,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    kept: Tensor,
-    *,
-    log_A: bool = False,
-    softplus: bool = False,
-    reverse: bool = False,
-    need_A: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dout: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, kept: Tensor, *, log_A: bool = False, softplus: bool = False,
+    reverse: bool = False, need_A: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of u, delta, A, B, C, D, z and bias; None for inputs that are None. Those of u, delta and z have the
     inputs' layouts."""
     du, ddelta, dz = empty_like(u), empty_like(delta), None if z is None else empty_like(z)
@@ -165,19 +142,9 @@ class _Call:
     """The arguments of one call, in the order that `call` in scan.cpp reads them."""
 
     def __init__(
-        self,
-        u: Tensor,
-        delta: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        z: Tensor | None,
-        bias: Tensor | None,
-        log_A: bool,
-        softplus: bool,
-        reverse: bool,
-    ) -> None:
+        self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool,
+    ) -> None:  # fmt: skip
         B, C = (M if M.stride(3) == 1 else M.contiguous() for M in (B, C))
         D, bias = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (D, bias))
         self.double = u.dtype == torch.float64
