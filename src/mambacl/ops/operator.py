@@ -1,4 +1,4 @@
-"""PyTorch operators with a low call overhead.
+"""PyTorch operators with a low call overhead, and the checks that several of them share.
 
 A custom operator lets `torch.compile` treat a kernel as a unit, but PyTorch's dispatcher often takes longer than the
 kernel itself. On plain tensors, when nothing traces or counts operators, the same functions are called directly.
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from mambacl.errors import UserError
 
 
 def operator(
@@ -49,8 +51,19 @@ def nothing(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def needed(gradients: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+def like(x: Tensor, needed: bool = True) -> Tensor:
+    """An empty gradient of x; the placeholder if it is not needed."""
+    return x.new_empty(x.shape) if needed else nothing(x)
+
+
+def check_channels(x: Tensor, **vectors: Tensor | None) -> None:
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise UserError(f"{name} must have one value per channel, ({x.shape[-1]},), got {shapes(vector)}.")
+
+
+def shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 
 def _direct(inputs: tuple[Any, ...]) -> bool:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambacl.ops import cpu, scan_tiles, scan_torch, scan_triton
+from mambacl.ops import cpu, kernels, scan_tiles, scan_torch, scan_triton
 from mambacl.ops.operator import nothing, operator, wants_gradient
 from mambacl.ops.precision import full_precision
 
@@ -34,9 +34,7 @@ def _run(
             return out, last, kept, dt
         bare = _bare(u, delta, D, z, order, weight is not None)
         if weight is not None:
-            from mambacl.ops.kernels.delta import delta_projection
-
-            dt = delta_projection(delta, weight, bias)
+            dt = kernels.delta.delta_projection(delta, weight, bias)
         elif softplus and bare:
             dt = F.softplus(delta.float() if bias is None else delta.float() + bias.float()).contiguous()
         if bare:
