@@ -107,7 +107,7 @@ def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height,
     if backend == "torch":
         out, kept = u.new_empty(u.shape), scan_torch.kept_shape(u, A, B)
     elif backend == "native":
-        out, kept = scan_tiles.out_like(u, u.shape[2], u.dtype), cpu.kept_shape(u, A, B)
+        out, kept = scan_tiles.out_like(u), cpu.kept_shape(u, A, B)
     elif _bare(u, delta, D, z, order, weight is not None):
         out, kept = u.new_empty(u.shape, dtype=dtype), scan_triton.kept_shape(u, A)
         dt = u.shape if softplus else dt
@@ -125,7 +125,7 @@ def _fake_back(  # type: ignore[no-untyped-def]
     def like(x: Tensor | None) -> Tensor:
         if x is None:
             return nothing(u)
-        return scan_tiles.out_like(x, x.shape[2], x.dtype) if x.dim() == 3 else x.new_empty(x.shape)
+        return scan_tiles.out_like(x) if x.dim() == 3 else x.new_empty(x.shape)
 
     return like(u), like(delta), like(A if need_A else None), like(B), like(C), like(D), like(z), like(bias)
 

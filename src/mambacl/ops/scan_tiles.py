@@ -63,12 +63,14 @@ def kept_shape(u: Tensor, delta: Tensor, A: Tensor, z: Tensor | None = None, ord
     return u.shape[0], -(-length // steps), n, A.shape[0]
 
 
-def out_like(u: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """A new tensor (b, l, channels), time contiguous if it is in u, otherwise channels."""
-    batch, length, _ = u.shape
-    if u.stride(1) == 1 and u.stride(2) != 1:
-        return torch.empty(batch, channels, length, dtype=dtype, device=u.device).mT
-    return torch.empty(batch, length, channels, dtype=dtype, device=u.device)
+def out_like(u: Tensor, channels: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor (b, l, channels), time contiguous if it is in u, otherwise channels; channels and dtype are u's by
+    default."""
+    batch, length, own = u.shape
+    channels = own if channels is None else channels
+    time_last = u.stride(1) == 1 and u.stride(2) != 1
+    strides = (channels * length, 1, length) if time_last else (length * channels, channels, 1)
+    return torch.empty_strided((batch, length, channels), strides, dtype=dtype or u.dtype, device=u.device)
 
 
 def forward(
@@ -116,7 +118,7 @@ def backward(
     channels, states = A.shape
     parts = batch * call.split.segments
     du = out_like(u, channels, torch.float32 if order == "cross" else u.dtype)
-    ddelta, dz = out_like(delta, channels, delta.dtype), u if z is None else out_like(z, channels, z.dtype)
+    ddelta, dz = out_like(delta, channels), u if z is None else out_like(z, channels)
     dA = call.new(parts, *A.shape) if need_A else call.A  # a placeholder; the kernel does not write to it
     dD, dbias = (call.A if x is None else call.new(parts, channels) for x in (D, bias))
     if call.single:

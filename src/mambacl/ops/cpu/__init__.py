@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
+from mambacl.ops.scan_tiles import out_like
 
 ENVIRONMENT_VARIABLE = "MAMBACL_CPU"  # selects an instruction set
 TILE = 16  # time steps between kept states, as in problem.h
@@ -87,14 +88,6 @@ def kept_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
     return u.shape[0], -(-u.shape[1] // TILE), A.shape[1], u.shape[2]
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """An empty tensor like x (b, l, d), time contiguous if it is in x, otherwise channels."""
-    batch, length, channels = x.shape
-    if x.stride(1) == 1 and x.stride(2) != 1:
-        return x.new_empty_strided(x.shape, (length * channels, 1, length))
-    return x.new_empty((batch, length, channels))
-
-
 def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     bias: Tensor | None = None, *, log_A: bool = False, softplus: bool = False, reverse: bool = False,
@@ -106,7 +99,7 @@ def forward(
     y_t = <C_t, h_t> + D u_t; out = y silu(z). `log_A`: A holds log(-A). `reverse`: scan from the last token to the
     first.
     """
-    out, last = empty_like(u), u.new_empty((u.shape[0], *A.shape))
+    out, last = out_like(u), u.new_empty((u.shape[0], *A.shape))
     kept = u.new_empty(kept_shape(u, A, B) if keep else 0)
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
     call.pointers.append(_address(kept if keep else None))
@@ -124,7 +117,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of u, delta, A, B, C, D, z and bias; None for inputs that are None. Those of u, delta and z have the
     inputs' layouts."""
-    du, ddelta, dz = empty_like(u), empty_like(delta), None if z is None else empty_like(z)
+    du, ddelta, dz = out_like(u), out_like(delta), None if z is None else out_like(z)
     dA = A.new_empty(A.shape) if need_A else None
     dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
     dD, dbias = (None if x is None else x.new_empty(x.shape) for x in (D, bias))

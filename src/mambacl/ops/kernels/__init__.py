@@ -1,4 +1,4 @@
-"""The Triton kernels of the operators: `kernels.norm` etc. Each is imported on first use, because Triton is optional."""
+"""The Triton kernels of the operators: `kernels.norm` etc. Imported on first use, because Triton is optional."""
 
 from importlib import import_module
 from typing import Any
