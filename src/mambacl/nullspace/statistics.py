@@ -193,10 +193,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run_batches(
-    batches: Iterable[Any],
-    forward: Callable[..., Any],
-    device: torch.device,
-    labels: dict[str, Any] | None = None,
+    batches: Iterable[Any], forward: Callable[..., Any], device: torch.device, labels: dict[str, Any] | None = None
 ) -> int:
     """Sends batches through `forward`: tensors, tuples that begin with one, or mappings of arguments by name. Puts the
     labels of the current batch, if it has any, into `labels`. Returns the number of images."""

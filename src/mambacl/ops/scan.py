@@ -25,11 +25,8 @@ ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # the backend to use where the caller pas
 def available_backends() -> list[str]:
     """The values of `backend` that work on this machine."""
     compiled = ["native"] if cpu.built() else []
-    return ["auto", "reference", "torch", *compiled] + (["triton"] if _triton_runs() else [])
-
-
-def _triton_runs() -> bool:
-    return switch.available() and (torch.cuda.is_available() or scan_triton.interpreted())
+    triton_runs = switch.available() and (torch.cuda.is_available() or scan_triton.interpreted())
+    return ["auto", "reference", "torch", *compiled] + (["triton"] if triton_runs else [])
 
 
 def selective_scan(
