@@ -159,7 +159,9 @@ def scan_low_rank(
     """`scan_tokens` with softplus(dt_proj(dt)) for delta. One kernel computes it; a `dt_proj` that is not a plain
     linear layer is called instead."""
     weight = dt_proj.weight
-    direct = not torch.compiler.is_compiling() and is_plain(dt_proj) and _kernel_takes(weight, dt, u)
+    direct = not torch.compiler.is_compiling() and is_plain(dt_proj)
+    direct = direct and weight.dtype == torch.float32 and weight.device == u.device  # what the kernel multiplies by
+    direct = direct and weight.shape == (u.shape[-1], dt.shape[-1])
     dtype = _common_dtype(u, A_log, B, C)
     if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
         order = "reverse" if reverse else "forward"
@@ -171,12 +173,6 @@ def scan_low_rank(
     delta = dt_proj(dt.to(weight.dtype))
     delta = delta.to(torch.promote_types(torch.float32, delta.dtype))
     return scan_tokens(u, delta, A_log, B, C, backend, log_A=True, softplus=True, reverse=reverse)
-
-
-def _kernel_takes(weight: Tensor, dt: Tensor, u: Tensor) -> bool:
-    """Whether the kernel can multiply by this weight: float32, on u's device, of shape (d, rank)."""
-    fits = weight.dtype == torch.float32 and weight.device == u.device
-    return fits and weight.shape == (u.shape[-1], dt.shape[-1])
 
 
 def scans_by_kernel(u: Tensor, A: Tensor) -> bool:

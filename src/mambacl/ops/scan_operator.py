@@ -97,10 +97,6 @@ def _typed(grad: Tensor | None, given: Tensor | None, u: Tensor) -> Tensor:
     return grad if given.dim() == 3 else grad.contiguous()
 
 
-def _like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return x.new_empty(shape, dtype=dtype)
-
-
 def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height, dtype, backend, keep):  # type: ignore[no-untyped-def]
     state = torch.float32 if backend == "triton" else u.dtype
     dt = (0,)
@@ -116,7 +112,7 @@ def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height,
         kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, z, order)
         dt = (*u.shape[:2], A.shape[0]) if weight is not None else dt
     kept = kept if keep or backend == "torch" else (0,)
-    return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *dt, dtype=state)
+    return out, *(u.new_empty(shape, dtype=state) for shape in ((u.shape[0], *A.shape), kept, dt))
 
 
 def _fake_back(  # type: ignore[no-untyped-def]

@@ -130,7 +130,8 @@ def backward(
     dBC = call.new(batch, shares, length, 2, states)
     every = call.time["EVERY"]
     programs = shares * batch * call.split.segments
-    scratch = call.new(programs * every * _padded(states) * call.plan.block) if every > 1 else call.A
+    padded = 1 << (states - 1).bit_length()
+    scratch = call.new(programs * every * padded * call.plan.block) if every > 1 else call.A
     ends, sums = _ends(call, dout)
     kernels.launch.launch(
         kernels.scan_tiles.scan_backward,
@@ -262,10 +263,6 @@ class _Call:
         """Blocks of channels per program, which leaves one partial sum of dB and dC for all of them."""
         waves = self.blocks * len(self.u) * self.plan.warps // (RESIDENT[True] * processors(self.u.device))
         return max(1, min(self.constants["BLOCKS"], waves // SPREAD))
-
-
-def _padded(states: int) -> int:
-    return int(1 << (states - 1).bit_length())
 
 
 def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) -> Split:

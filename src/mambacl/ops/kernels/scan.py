@@ -1,9 +1,8 @@
 """Triton kernels for the recurrence of the selective scan: forward, backward, and `scan_ends` for split time.
 
-Each program is one warp. It steps through time for one image and a block of channels, with the states in registers. A
-tile of states has four axes, (LN, LD, NT, DT): each of the LN x LD = 32 lanes holds NT states of each of DT channels.
-State n is NT * ln + nt, channel d is DT * ld + dt. A lane's states and channels are therefore contiguous in memory, and
-the sums over states (y) and over channels (dB and dC) need few shuffles and none across warps.
+Each program is one warp. It steps through time for one image and a block of channels, with the states in registers;
+`tiles` describes how its lanes share them. A lane's states and channels are contiguous in memory, and the sums over
+states (y) and over channels (dB and dC) need few shuffles and none across warps.
 
 If the recurrences are too few to fill the GPU, time is split into segments, one per program, and these into pieces of W
 steps. `scan_ends` first computes, for each piece, its final state from a zero start and the sum of its deltas, which
