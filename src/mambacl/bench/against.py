@@ -6,7 +6,6 @@ Every system's results are first compared with float64 (`agreement`). Those that
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def _compare_one(
     del wanted
     free_memory()
     trained = {peer.name for peer in peers if peer.differentiable and peer.name in calls}
-    both = {who: partial(_with_gradients, call, problem) for who, call in calls.items() if who in trained}
+    both = {who: lambda call=call: problem.gradients(call()) for who, call in calls.items() if who in trained}
     with torch.no_grad():
         _enter(rows, FORWARD, clock.in_rounds(calls))
     _enter(rows, BOTH, clock.in_rounds(both))
@@ -97,10 +96,6 @@ def _compare_one(
             before, most = clock.memory(train)
             rows[who]["peak_MiB"] = (most - before + problem.bytes()) / 2**20
     return list(rows.values())
-
-
-def _with_gradients(call: Call, problem: Problem) -> object:
-    return problem.gradients(call())
 
 
 def _enter(rows: dict[str, Row], what: str, times: Mapping[str, list[float]]) -> None:

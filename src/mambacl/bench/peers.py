@@ -29,6 +29,7 @@ from mambacl.errors import UserError
 from mambacl.ops import selective_scan
 
 Call = Callable[[], Tensor]
+INPUTS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 ENGINE_TRIALS = 5  # calls of each variant of a graph
 PLAIN_STEPS = 256  # on a GPU, systems that launch kernels for each step are too slow for longer scans
 
@@ -111,8 +112,7 @@ def vmamba(problem: Problem, threads: int) -> Call:
 
 def transformers(problem: Problem, threads: int) -> Call:
     function = transformers_function()
-    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
-    tensors = [problem.inputs[name] for name in names]
+    tensors = [problem.inputs[name] for name in INPUTS]
     return lambda: function(*tensors, delta_softplus=True)
 
 
@@ -240,8 +240,7 @@ int scan(const float *u, const float *delta, const float *A, const float *B, con
 
 
 def compiled_loop(problem: Problem, threads: int, flags: Sequence[str] = C_FLAGS) -> Call:
-    names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
-    tensors = [problem.inputs[name].detach() for name in names]
+    tensors = [problem.inputs[name].detach() for name in INPUTS]
     y = torch.empty_like(tensors[0])
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "scan.c", Path(folder) / "scan.so"

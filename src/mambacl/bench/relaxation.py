@@ -47,12 +47,7 @@ def measure(device: str, seeds: int, passes: int, lr: float) -> Result:
 
 
 def measure_seed(
-    device: torch.device,
-    seed: int,
-    passes: int,
-    lr: float,
-    ways: Ways = WAYS,
-    changes: Mapping[str, Any] | None = None,
+    device: torch.device, seed: int, passes: int, lr: float, ways: Ways = WAYS, changes: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, float]]:
     """The results of each way; `changes` override the stream of the preset demo."""
     config = resolve("demo", {"seed": seed, "stream": dict(changes or {})})

@@ -15,7 +15,7 @@ from mambacl.bench.result import Result, Row
 from mambacl.bench.shapes import Problem, Shape, make_problem
 from mambacl.bench.sizes import Sizes
 from mambacl.bench.timing import Clock
-from mambacl.ops import switch
+from mambacl.ops import kernels, switch
 
 PROGRAMS_PER_PROCESSOR, BLOCK, UNROLLED, ROUNDS = 32, 1024, 32, 64  # of a GPU
 SIDE = 256  # of a matrix
@@ -172,8 +172,7 @@ def kernels_of(call: Callable[[], object]) -> dict[str, Any]:
     """The compiled Triton kernels that a call runs, by name; empty without Triton."""
     if not switch.available():
         return {}
-    from mambacl.ops.kernels import launch
-
+    launch = kernels.launch
     remembered = launch._compiled
     launch._compiled = {}  # the call enters every kernel that it launches
     try:

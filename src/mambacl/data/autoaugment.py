@@ -141,10 +141,6 @@ def grey(images: Tensor) -> Tensor:
     return _fma(blue, weights[2], _fma(green, weights[1], red.float() * weights[0])).floor_().unsqueeze(1)
 
 
-def brightness(images: Tensor, magnitude: Tensor) -> Tensor:
-    return _bytes(images.float() * (1.0 + magnitude).float())
-
-
 def color(images: Tensor, magnitude: Tensor) -> Tensor:
     return _blend(images, grey(images), 1.0 + magnitude)
 
@@ -168,14 +164,6 @@ def sharpness(images: Tensor, magnitude: Tensor) -> Tensor:
     return sharp
 
 
-def posterize(images: Tensor, magnitude: Tensor) -> Tensor:
-    return images & ((255 << (8 - magnitude.int())) & 255).to(torch.uint8)
-
-
-def solarize(images: Tensor, magnitude: Tensor) -> Tensor:
-    return torch.where(images >= (255.0 * magnitude).float(), ~images, images)
-
-
 def autocontrast(images: Tensor, _: Tensor) -> Tensor:
     low, high = (images.float().amin((2, 3), keepdim=True), images.float().amax((2, 3), keepdim=True))
     flat = high == low
@@ -191,12 +179,12 @@ def equalize(images: Tensor, _: Tensor) -> Tensor:
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Brightness": brightness,
+    "Brightness": lambda images, magnitude: _bytes(images.float() * (1.0 + magnitude).float()),
     "Color": color,
     "Contrast": contrast,
     "Sharpness": sharpness,
-    "Posterize": posterize,
-    "Solarize": solarize,
+    "Posterize": lambda images, bits: images & ((255 << (8 - bits.int())) & 255).to(torch.uint8),
+    "Solarize": lambda images, share: torch.where(images >= (255.0 * share).float(), ~images, images),
     "AutoContrast": autocontrast,
     "Equalize": equalize,
     "Invert": lambda images, _: ~images,

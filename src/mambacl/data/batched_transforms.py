@@ -146,16 +146,7 @@ def _product(one: Tensor, other: Tensor, bits: Tensor, lengths: NDArray[np.int64
     """
     precise = torch.float32 if taps(lengths, size, cubic) <= MOST_TAPS else torch.float64
     with full_precision(one):
-        upper, lower = (
-            torch.bmm(*(part(factor).to(precise) for factor in (one, other))).int() for part in (_upper, _lower)
-        )
+        halves = [(x >> 8, x & 255) if x.dtype == torch.int16 else (x, x) for x in (one, other)]
+        upper, lower = (torch.bmm(a.to(precise), b.to(precise)).int() for a, b in zip(*halves, strict=True))
     bits = bits.view(-1, 1, 1)
     return ((upper * 256 + lower + (1 << (bits - 1))) >> bits).clamp_(0, 255).to(torch.uint8)
-
-
-def _upper(factor: Tensor) -> Tensor:
-    return factor >> 8 if factor.dtype == torch.int16 else factor
-
-
-def _lower(factor: Tensor) -> Tensor:
-    return factor & 255 if factor.dtype == torch.int16 else factor

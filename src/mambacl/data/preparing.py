@@ -61,10 +61,13 @@ def prepare(
             say("The images are already complete.")
         for wanted in () if complete else source.downloads:
             one = _given_source(wanted, given, len(source.downloads))
-            if wanted.unpack:
-                _unpack(wanted, root, one, say)
-            else:
+            if not wanted.unpack:
                 _put(wanted, root, one, say)
+                continue
+            archive = _obtain(wanted, one, root / "downloads" / wanted.name, say)
+            say(f"Unpacking {archive}")
+            written, present = unpack(archive, root / wanted.folder)
+            say(f"{written:,} files written, {present:,} already existed")
     return open_dataset(name, root)
 
 
@@ -140,13 +143,6 @@ def _put(wanted: Download, root: Path, given: str | None, say: Say) -> None:
     if file != path:
         with open(file, "rb") as source:
             write_stream(path, source)
-
-
-def _unpack(wanted: Download, root: Path, given: str | None, say: Say) -> None:
-    archive = _obtain(wanted, given, root / "downloads" / wanted.name, say)
-    say(f"Unpacking {archive}")
-    written, present = unpack(archive, root / wanted.folder)
-    say(f"{written:,} files written, {present:,} already existed")
 
 
 def _obtain(wanted: Download, given: str | None, path: Path, say: Say) -> Path:

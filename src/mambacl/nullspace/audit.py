@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from mambacl.nullspace.blocks import Block
 from mambacl.nullspace.statistics import Features, evaluating, run_batches, value, watching
 
-QUANTITIES = {
-    "delta": "delta",
-    "decay": "exp(delta A)",
-    "input": "delta B",
-    "C": "C",
-    "output": "output",
-}
+QUANTITIES = {"delta": "delta", "decay": "exp(delta A)", "input": "delta B", "C": "C", "output": "output"}
 RECORDED = ("delta", "A", "B", "C")  # per direction; exp(delta A) and delta B are large and computed from these
 
 Drift = dict[str, dict[str, float]]  # by block and quantity: |now - then| / |then|

@@ -112,10 +112,7 @@ def to_tensors(memory: Memory, protections: Sequence[Protection], keep_tasks: bo
 
 
 def from_tensors(
-    tensors: Mapping[str, Tensor],
-    protections: Sequence[Protection],
-    named: Mapping[str, Tensor],
-    keep_tasks: bool,
+    tensors: Mapping[str, Tensor], protections: Sequence[Protection], named: Mapping[str, Tensor], keep_tasks: bool
 ) -> Memory:
     """The inverse of `to_tensors`. `named`: the model's parameters. Raises `UserError` for the tensors of another model
     or setting."""

@@ -78,23 +78,12 @@ def _warn_unprotected(selection: Selection, names: list[str]) -> None:
     """Warns of parameters that an optimizer trains but that are neither protected nor in `leave`."""
     restricted = {part.parameter for _, part in selection.parts()} | set(selection.trained)
     free = [name for name in names if name not in restricted and not selection.leaves(name)]
-    new = [name for name in free if selection.is_new(name)]
-    others = [name for name in free if not selection.is_new(name)]
-    if new:
-        logger.warning(
-            "The model has %d new parameters since the NullSpace was built (%s). They train freely, neither projected "
-            "nor reset. If that is intended, name their module in leave=[...].",
-            len(new),
-            _shown(new),
-        )
-    if others:
-        logger.warning(
-            "The optimizer also trains %d unprotected parameters of the model (%s), which changes old outputs: give it "
-            "space.parameters(), or if that is intended, name their module in leave=[...].",
-            len(others),
-            _shown(others),
-        )
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    for is_new, message in (
+        (True, "The model has %d new parameters since the NullSpace was built (%s). They train freely, neither "
+               "projected nor reset. If that is intended, name their module in leave=[...]."),
+        (False, "The optimizer also trains %d unprotected parameters of the model (%s), which changes old outputs: "
+                "give it space.parameters(), or if that is intended, name their module in leave=[...]."),
+    ):  # fmt: skip
+        some = [name for name in free if selection.is_new(name) == is_new]
+        if some:
+            logger.warning(message, len(some), ", ".join(some[:3]) + (", ..." if len(some) > 3 else ""))

@@ -118,9 +118,7 @@ def _shapes(space: NullSpace, images: Tensor) -> tuple[list[int], list[int]]:
     return widths, tokens
 
 
-def decomposition_seconds(
-    matrices: dict[int, int], device: torch.device, rule: str = "energy:0.99", storage: torch.dtype = torch.float32
-) -> float:
+def decomposition_seconds(matrices: dict[int, int], device: torch.device) -> float:
     """The time to `decompose` all matrices: the median of a few runs per size, times their number."""
     total = 0.0
     for size, count in matrices.items():
@@ -132,7 +130,7 @@ def decomposition_seconds(
         for _ in range(4 if size <= 1024 else 3):
             _synchronize(device)
             started = time.perf_counter()
-            decompose([covariance], rule, torch.float64, storage)
+            decompose([covariance], "energy:0.99", torch.float64, torch.float32)
             _synchronize(device)
             seconds.append(time.perf_counter() - started)
         total += statistics.median(seconds[1:]) * count / groups

@@ -67,7 +67,8 @@ class Decomposition:
 
     @cached_property
     def holds_null_space(self) -> Tensor:
-        return holds_null_space(self.ranks, self.spectrum.shape[-1])
+        """Whether the stored basis spans the null directions: it does if they are the smaller space."""
+        return self.ranks < self.spectrum.shape[-1] - self.ranks
 
     def projector(self, eta: float, scaling: str) -> Projector:
         ranks = self.ranks.double()
@@ -84,11 +85,6 @@ class Decomposition:
 def basis_dtype(model: nn.Module, storage: str) -> torch.dtype:
     """The dtype of stored bases: float64 for models in float64, otherwise the setting's `storage`."""
     return torch.float64 if next(model.parameters()).dtype == torch.float64 else getattr(torch, storage)
-
-
-def holds_null_space(ranks: Tensor, size: int) -> Tensor:
-    """Whether the stored basis spans the null directions: it does if they are the smaller space."""
-    return ranks < size - ranks
 
 
 def decompose(

@@ -37,8 +37,10 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
         raise UserError(f"A spectrum must be a vector with at least one value, got shape {values.shape}.")
     if not np.isfinite(values).all():
         raise UserError("A spectrum holds NaN or infinite values: check the features for overflow.")
-    count = parse_rule(rule)
-    return len(values) if not values.any() and not rule.startswith("fraction") else count(values)
+    name, share = parse_rank(rule)
+    if not values.any() and name != "fraction":
+        return len(values)
+    return RULES[name](values) if share is None else RULES[name](values, share)
 
 
 def null_ranks(spectra: Sequence[Tensor | Spectrum], rule: str, together: bool = False) -> list[int]:
@@ -72,14 +74,6 @@ def _flat(spectrum: Tensor | Spectrum) -> bool:
     """Whether all values are equal, up to rounding, and not zero."""
     high, low = float(spectrum[0]), float(spectrum[-1])
     return high > 0 and high - low <= 1e-6 * high
-
-
-def parse_rule(rule: str) -> Callable[[Spectrum], int]:
-    """The function of a rank rule. Raises `UserError` for a wrong name or share."""
-    name, share = parse_rank(rule)
-    if share is None:
-        return RULES[name]
-    return lambda spectrum: RULES[name](spectrum, share)
 
 
 def corner(spectrum: Spectrum) -> int:

@@ -59,7 +59,10 @@ class Selection:
         self.shapes = {name: parameter.shape for name, parameter in named_parameters(model).items()}
         found = self._found(model, every_layer=setting.layers == "all")
         selective = [block for block in found if block.selective]
-        _check_blocks(setting.blocks, len(selective))
+        wanted = setting.blocks
+        highest = wanted - 1 if isinstance(wanted, int) else max(wanted, default=-1) if wanted is not None else 0
+        if wanted is not None and not 0 <= highest < len(selective):
+            raise UserError(f"blocks = {wanted} does not fit a model of {len(selective)} blocks.")
         outside = {block.name for i, block in enumerate(selective) if not setting.trains_block(i)}
         self.blocks = [block for block in found if block.name not in outside]
         claimed = {part.parameter for _, part in self.parts()}
@@ -126,9 +129,3 @@ class Selection:
 def _protection(block: Block, part: Part, feature: str) -> Protection:
     names = ("delta",) if feature == ELEMENTWISE else GRAMS[feature].inputs
     return Protection(block.name, part, feature, tuple(part.inputs.get(name, name) for name in names))
-
-
-def _check_blocks(wanted: int | list[int] | None, count: int) -> None:
-    highest = wanted - 1 if isinstance(wanted, int) else max(wanted, default=-1) if wanted is not None else 0
-    if wanted is not None and (highest >= count or highest < 0):
-        raise UserError(f"blocks = {wanted} does not fit a model of {count} blocks.")

@@ -189,12 +189,7 @@ SETTINGS: dict[str, Setting] = {
         scaling="frobenius",
         spectrum="float32",
     ),
-    "exact": Setting(
-        W_B=Rule(feature="x"),
-        A=Rule(feature="delta-elementwise"),
-        rank="tolerance:1e-12",
-        eta=1.0,
-    ),
+    "exact": Setting(W_B=Rule(feature="x"), A=Rule(feature="delta-elementwise"), rank="tolerance:1e-12", eta=1.0),
 }
 
 

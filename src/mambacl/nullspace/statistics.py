@@ -10,7 +10,7 @@ totals that add up over batches, processes and tasks, in float64. This module do
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -171,20 +171,13 @@ def watching(sources: Sequence[S], show: Callable[[S, Features], None]) -> Itera
         for source in sources:
             handles.append(source.module.register_forward_hook(count(source.name)))
             handles += source.register_hooks(partial(show, source))
-        with eagerly():
+        # Compiled code ignores hooks that were registered later, so compiled models run uncompiled.
+        compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield runs
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Runs compiled models uncompiled: compiled code ignores hooks that were registered later."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 @contextmanager
@@ -200,10 +193,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run_batches(
-    batches: Iterable[Any],
-    forward: Callable[..., Any],
-    device: torch.device,
-    labels: dict[str, Any] | None = None,
+    batches: Iterable[Any], forward: Callable[..., Any], device: torch.device, labels: dict[str, Any] | None = None
 ) -> int:
     """Sends batches through `forward`: tensors, tuples that begin with one, or mappings of arguments by name. Puts the
     labels of the current batch, if it has any, into `labels`. Returns the number of images."""

@@ -15,18 +15,7 @@ from mambacl.ops.scan import available_backends, scan_low_rank, scan_tokens, sca
 from mambacl.ops.scan_reference import selective_scan_reference
 
 __all__ = [
-    "available_backends",
-    "causal_conv_silu",
-    "gated_group_norm",
-    "rms_norm",
-    "rotate",
-    "scan_low_rank",
-    "scan_map",
-    "scan_tokens",
-    "scans_by_kernel",
-    "selective_scan",
-    "selective_scan_reference",
-    "skip_gate",
-    "split_linear",
+    "available_backends", "causal_conv_silu", "gated_group_norm", "rms_norm", "rotate", "scan_low_rank", "scan_map",
+    "scan_tokens", "scans_by_kernel", "selective_scan", "selective_scan_reference", "skip_gate", "split_linear",
     "switch",
-]
+]  # fmt: skip

@@ -4,9 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.ops import switch
-from mambacl.ops.checks import check_channels, shapes
-from mambacl.ops.operator import needed, nothing, operator
+from mambacl.ops import kernels, switch
+from mambacl.ops.operator import check_channels, like, operator, shapes
 from mambacl.ops.precision import at_least_float32, full_precision
 
 MOST_TAPS = 8
@@ -62,26 +61,15 @@ def padding(taps: int, reverse: bool, same: bool) -> tuple[int, int]:
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, same: bool) -> Tensor:
-    from mambacl.ops.kernels import conv
-
-    return conv.forward(x, weight, bias, reverse, silu, padding(weight.shape[1], reverse, same)[0])
+    return kernels.conv.forward(x, weight, bias, reverse, silu, padding(weight.shape[1], reverse, same)[0])
 
 
 def _conv_back(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    reverse: bool,
-    silu: bool,
-    same: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from mambacl.ops.kernels import conv
-
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, same: bool,
+    needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     left = padding(weight.shape[1], reverse, same)[0]
-    return conv.backward(dy, x, weight, bias, reverse, silu, left, needs_weight, needs_bias)
+    return kernels.conv.backward(dy, x, weight, bias, reverse, silu, left, needs_weight, needs_bias)
 
 
 def _fake_conv(x, weight, bias, reverse, silu, same):  # type: ignore[no-untyped-def]
@@ -89,8 +77,7 @@ def _fake_conv(x, weight, bias, reverse, silu, same):  # type: ignore[no-untyped
 
 
 def _fake_conv_back(dy, x, weight, bias, reverse, silu, same, needs_weight, needs_bias):  # type: ignore[no-untyped-def]
-    dweight = weight.new_empty(weight.shape) if needs_weight else nothing(x)
-    return x.new_empty(x.shape), dweight, bias.new_empty(bias.shape) if needs_bias else nothing(x)
+    return like(x), like(weight, needs_weight), like(bias if needs_bias else x, needs_bias)
 
 
 def _keep_conv(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -101,7 +88,7 @@ def _keep_conv(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _differentiate_conv(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     needs = ctx.needs_input_grad[1:3]
     dx, *rest = _causal_conv_backward(dy, *ctx.saved_tensors, *ctx.flags, *needs)
-    return dx, *needed(rest, needs), None, None, None
+    return dx, *(grad if need else None for grad, need in zip(rest, needs, strict=True)), None, None, None
 
 
 _causal_conv_backward = operator("causal_conv_backward", _conv_back, _fake_conv_back)

@@ -5,10 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.ops import switch
-from mambacl.ops.checks import check_channels, shapes
+from mambacl.ops import kernels, switch
 from mambacl.ops.norm import WIDEST_NORM, rms_normalize
-from mambacl.ops.operator import needed, nothing, operator
+from mambacl.ops.operator import check_channels, like, operator, shapes
 from mambacl.ops.precision import at_least_float32, full_precision
 
 
@@ -56,17 +55,13 @@ def skip_gate(
 
 
 def _gate(y: Tensor, x: Tensor, D: Tensor, z: Tensor, group: int, eps: float, dtype: torch.dtype) -> Tensor:
-    from mambacl.ops.kernels import gate
-
-    return gate.forward(y, x, D, z, group, eps, dtype)
+    return kernels.gate.forward(y, x, D, z, group, eps, dtype)
 
 
 def _gate_back(
     dout: Tensor, y: Tensor, x: Tensor, D: Tensor, z: Tensor, group: int, eps: float, needs_D: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from mambacl.ops.kernels import gate
-
-    return gate.backward(dout, y, x, D, z, group, eps, needs_D)
+    return kernels.gate.backward(dout, y, x, D, z, group, eps, needs_D)
 
 
 def _fake_gate(y, x, D, z, group, eps, dtype):  # type: ignore[no-untyped-def]
@@ -74,8 +69,7 @@ def _fake_gate(y, x, D, z, group, eps, dtype):  # type: ignore[no-untyped-def]
 
 
 def _fake_gate_back(dout, y, x, D, z, group, eps, needs_D):  # type: ignore[no-untyped-def]
-    dy, dx, dz = (tensor.new_empty(tensor.shape) for tensor in (y, x, z))
-    return dy, dx, dz, D.new_empty(D.shape) if needs_D else nothing(y)
+    return like(y), like(x), like(z), like(D, needs_D)
 
 
 def _keep_gate(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -86,7 +80,7 @@ def _keep_gate(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _differentiate_gate(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
     needs_D = ctx.needs_input_grad[2]
     dy, dx, dz, dD = _gated_group_norm_backward(dout, *ctx.saved_tensors, ctx.group, ctx.eps, needs_D)
-    return dy, dx, *needed([dD], [needs_D]), dz, None, None, None
+    return dy, dx, dD if needs_D else None, dz, None, None, None
 
 
 _gated_group_norm_backward = operator("gated_group_norm_backward", _gate_back, _fake_gate_back)

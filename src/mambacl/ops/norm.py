@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from mambacl.ops import switch
-from mambacl.ops.checks import check_channels
-from mambacl.ops.operator import needed, nothing, operator
+from mambacl.ops import kernels, switch
+from mambacl.ops.operator import check_channels, like, operator
 from mambacl.ops.precision import at_least_float32, full_precision
 
 WIDEST_NORM = 16384  # most channels per kernel program; wider inputs use the plain twin
@@ -34,15 +33,11 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    from mambacl.ops.kernels import norm
-
-    return norm.forward(x, weight, eps, dtype)
+    return kernels.norm.forward(x, weight, eps, dtype)
 
 
 def _norm_back(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: bool) -> tuple[Tensor, Tensor]:
-    from mambacl.ops.kernels import norm
-
-    return norm.backward(dout, x, weight, eps, needs_weight)
+    return kernels.norm.backward(dout, x, weight, eps, needs_weight)
 
 
 def _fake_norm(x, weight, eps, dtype):  # type: ignore[no-untyped-def]
@@ -50,7 +45,7 @@ def _fake_norm(x, weight, eps, dtype):  # type: ignore[no-untyped-def]
 
 
 def _fake_norm_back(dout, x, weight, eps, needs_weight):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), weight.new_empty(weight.shape) if needs_weight else nothing(x)
+    return like(x), like(weight, needs_weight)
 
 
 def _keep_norm(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -61,7 +56,7 @@ def _keep_norm(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _differentiate_norm(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
     needs_weight = ctx.needs_input_grad[1]
     dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, ctx.eps, needs_weight)
-    return dx, *needed([dweight], [needs_weight]), None, None
+    return dx, dweight if needs_weight else None, None, None
 
 
 _rms_norm_backward = operator("rms_norm_backward", _norm_back, _fake_norm_back)

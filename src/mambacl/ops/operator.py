@@ -1,4 +1,4 @@
-"""PyTorch operators with a low call overhead.
+"""PyTorch operators with a low call overhead, and the checks that several of them share.
 
 A custom operator lets `torch.compile` treat a kernel as a unit, but PyTorch's dispatcher often takes longer than the
 kernel itself. On plain tensors, when nothing traces or counts operators, the same functions are called directly.
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from mambacl.errors import UserError
 
 
 def operator(
@@ -35,11 +37,13 @@ def operator(
     def call(*inputs: Any) -> Any:
         if not _direct(inputs):
             return op(*inputs)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return direct.apply(*inputs)
-        return run(*inputs)
+        return direct.apply(*inputs) if wants_gradient(inputs) else run(*inputs)
 
     return call
+
+
+def wants_gradient(inputs: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
 def nothing(x: Tensor) -> Tensor:
@@ -47,16 +51,30 @@ def nothing(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def needed(gradients: list[Tensor], needs: list[bool]) -> list[Tensor | None]:
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+def like(x: Tensor, needed: bool = True) -> Tensor:
+    """An empty gradient of x; the placeholder if it is not needed."""
+    return x.new_empty(x.shape) if needed else nothing(x)
+
+
+def check_channels(x: Tensor, **vectors: Tensor | None) -> None:
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != x.shape[-1:]:
+            raise UserError(f"{name} must have one value per channel, ({x.shape[-1]},), got {shapes(vector)}.")
+
+
+def shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 
 def _direct(inputs: tuple[Any, ...]) -> bool:
     """Whether the operator can be bypassed: no compiler, no dispatch mode, only plain tensors with values."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    return all(type(x) in (Tensor, nn.Parameter) and x.device.type != "meta" for x in tensors)
+    for x in inputs:
+        plain = type(x) is Tensor or type(x) is nn.Parameter
+        if x.is_meta if plain else isinstance(x, Tensor):
+            return False
+    return True
 
 
 def _function(name: str, run: Callable[..., Any], keep: Callable[..., None], differentiate: Callable[..., Any]) -> Any:

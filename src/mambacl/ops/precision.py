@@ -14,7 +14,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off on x's device. The meta device has no autocast."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # entering the context takes microseconds
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

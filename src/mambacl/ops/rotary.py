@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.ops import switch
-from mambacl.ops.checks import shapes
-from mambacl.ops.operator import operator
+from mambacl.ops import kernels, switch
+from mambacl.ops.operator import operator, shapes
 from mambacl.ops.precision import at_least_float32, full_precision
 
 
@@ -31,15 +30,11 @@ def rotate_plain(M: Tensor, freq: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _turn(M: Tensor, freq: Tensor, scale: float) -> Tensor:
-    from mambacl.ops.kernels import rotary
-
-    return rotary.run(M, freq, scale, False, torch.float32)
+    return kernels.rotary.run(M, freq, scale, False, torch.float32)
 
 
 def _turn_back(dout: Tensor, freq: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    from mambacl.ops.kernels import rotary
-
-    return rotary.run(dout, freq, scale, True, dtype)
+    return kernels.rotary.run(dout, freq, scale, True, dtype)
 
 
 def _fake_turn(M, freq, scale):  # type: ignore[no-untyped-def]

@@ -25,11 +25,8 @@ ENVIRONMENT_VARIABLE = "MAMBACL_SCAN"  # the backend to use where the caller pas
 def available_backends() -> list[str]:
     """The values of `backend` that work on this machine."""
     compiled = ["native"] if cpu.built() else []
-    return ["auto", "reference", "torch", *compiled] + (["triton"] if _triton_runs() else [])
-
-
-def _triton_runs() -> bool:
-    return switch.available() and (torch.cuda.is_available() or scan_triton.interpreted())
+    triton_runs = switch.available() and (torch.cuda.is_available() or scan_triton.interpreted())
+    return ["auto", "reference", "torch", *compiled] + (["triton"] if triton_runs else [])
 
 
 def selective_scan(
@@ -56,17 +53,19 @@ def selective_scan(
     if not u.is_floating_point():
         raise UserError(f"selective_scan needs floating-point tensors, got u of {u.dtype}; convert it with u.float().")
     dtype = _common_dtype(u, delta, A, B, C, D, z, delta_bias)
-    if chosen_backend(u, A, backend, dtype) == "reference":
-        x, dt, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
-        D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, delta_bias))
+    tokens, B_tokens, C_tokens = u.mT, *_same_groups(_tokens_first(B, u), _tokens_first(C, u))
+    chosen = chosen_backend(tokens, A, backend, dtype, B_tokens)
+    if chosen == "reference":
+        x, dt, A, B, C, D, z, bias = (_in_dtype(tensor, dtype) for tensor in (u, delta, A, B, C, D, z, delta_bias))
         with full_precision(u):
             y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
-        y = y.to(u.dtype)
+        y = _in_dtype(y, u.dtype)
     else:
-        y, last = scan_tokens(
-            *(u.mT, delta.mT, A, _tokens_first(B, u), _tokens_first(C, u), backend),
-            D=D, z=None if z is None else z.mT, bias=delta_bias, softplus=delta_softplus, out_dtype=u.dtype,
-        )  # fmt: skip
+        gate = None if z is None else z.mT
+        y, last = _scan_by(
+            *(chosen, dtype, tokens, delta.mT, A, B_tokens, C_tokens, D, gate, delta_bias),
+            *(False, delta_softplus, False, u.dtype),
+        )
         y = y.mT
     return (y, last) if return_last_state else y
 
@@ -97,23 +96,29 @@ def scan_tokens(
     `reverse`: scan from the last token to the first.
     """
     dtype = _common_dtype(u, delta, A, B, C, D, z, bias)
-    groups = math.lcm(B.shape[2], C.shape[2])  # backends need B and C in the same groups
-    B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
-    backend = chosen_backend(u, A, backend, dtype, B)
+    B, C = _same_groups(B, C)
+    chosen = chosen_backend(u, A, backend, dtype, B)
+    return _scan_by(chosen, dtype, u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, out_dtype or dtype)
+
+
+def _scan_by(
+    backend: str, dtype: torch.dtype, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool, out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`scan_tokens` by the backend that was chosen, computed in `dtype`; B and C have the same groups."""
     order = "reverse" if reverse else "forward"
     if backend == "triton":
         out, last, _, _ = differentiable_scan(
-            u, delta, A.float(), B, C, D, z, bias, None, log_A, softplus, order, 1, out_dtype or dtype, backend
+            u, delta, A.float(), B, C, D, z, bias, None, log_A, softplus, order, 1, out_dtype, backend
         )
         return out, last
     given = u
-    u, delta, A, B, C = (tensor.to(dtype) for tensor in (u, delta, A, B, C))
-    D, z, bias = (None if tensor is None else tensor.to(dtype) for tensor in (D, z, bias))
+    u, delta, A, B, C, D, z, bias = (_in_dtype(tensor, dtype) for tensor in (u, delta, A, B, C, D, z, bias))
     if backend == "native":
         out, last, _, _ = differentiable_scan(
             u, delta, A, B, C, D, z, bias, None, log_A, softplus, order, 1, dtype, backend
         )
-        return out.to(out_dtype or dtype), last
+        return _in_dtype(out, out_dtype), last
     if log_A:
         A = -torch.exp(A)
     if bias is not None:
@@ -132,7 +137,7 @@ def scan_tokens(
     y = y.flip(1) if reverse else y
     y = y if D is None else torch.addcmul(y, D, u)
     y = y if z is None else y * F.silu(z)
-    y = y.to(out_dtype or dtype)
+    y = y.to(out_dtype)
     return (y.mT.contiguous().mT if _time_last(given) else y.contiguous()), last
 
 
@@ -154,7 +159,9 @@ def scan_low_rank(
     """`scan_tokens` with softplus(dt_proj(dt)) for delta. One kernel computes it; a `dt_proj` that is not a plain
     linear layer is called instead."""
     weight = dt_proj.weight
-    direct = not torch.compiler.is_compiling() and is_plain(dt_proj) and _kernel_takes(weight, dt, u)
+    direct = not torch.compiler.is_compiling() and is_plain(dt_proj)
+    direct = direct and weight.dtype == torch.float32 and weight.device == u.device  # what the kernel multiplies by
+    direct = direct and weight.shape == (u.shape[-1], dt.shape[-1])
     dtype = _common_dtype(u, A_log, B, C)
     if direct and B.shape[2] == C.shape[2] and chosen_backend(u, A_log, backend, dtype) == "triton":
         order = "reverse" if reverse else "forward"
@@ -166,12 +173,6 @@ def scan_low_rank(
     delta = dt_proj(dt.to(weight.dtype))
     delta = delta.to(torch.promote_types(torch.float32, delta.dtype))
     return scan_tokens(u, delta, A_log, B, C, backend, log_A=True, softplus=True, reverse=reverse)
-
-
-def _kernel_takes(weight: Tensor, dt: Tensor, u: Tensor) -> bool:
-    """Whether the kernel can multiply by this weight: float32, on u's device, of shape (d, rank)."""
-    fits = weight.dtype == torch.float32 and weight.device == u.device
-    return fits and weight.shape == (u.shape[-1], dt.shape[-1])
 
 
 def scans_by_kernel(u: Tensor, A: Tensor) -> bool:
@@ -213,15 +214,30 @@ def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype to compute in: float32, or float64 if an input is float64."""
     dtype = torch.float32
     for tensor in tensors:
-        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+        if tensor is not None and tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
+
+
+def _in_dtype(x, dtype):  # type: ignore[no-untyped-def]
+    """x, converted if it has another dtype; `Tensor.to` takes a microsecond even if there is nothing to do."""
+    return x if x is None or x.dtype == dtype else x.to(dtype)
+
+
+def _same_groups(B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """B and C (b, l, g, n) with the same number of groups, which backends need."""
+    if B.shape[2] == C.shape[2]:
+        return B, C
+    groups = math.lcm(B.shape[2], C.shape[2])
+    B, C = (M if M.shape[2] == groups else M.repeat_interleave(groups // M.shape[2], dim=2) for M in (B, C))
+    return B, C
 
 
 def _tokens_first(M: Tensor, u: Tensor) -> Tensor:
     """B or C as (b, l, g, n)."""
     if M.dim() == 2:  # constant in time: one group per channel
         return M.expand(u.shape[0], u.shape[2], -1, -1)
-    return M.mT[:, :, None] if M.dim() == 3 else M.permute(0, 3, 1, 2)
+    return M.mT.unsqueeze(2) if M.dim() == 3 else M.permute(0, 3, 1, 2)
 
 
 def _check_shapes(u, delta, A, B, C, D, z, delta_bias) -> None:  # type: ignore[no-untyped-def]
@@ -232,14 +248,21 @@ def _check_shapes(u, delta, A, B, C, D, z, delta_bias) -> None:  # type: ignore[
     if length == 0 or batch == 0:
         raise UserError(f"selective_scan needs at least one image and one token, got u of shape {tuple(u.shape)}.")
     for name, M in (("B", B), ("C", C)):
-        groups = M.shape[1] if M.dim() == 4 else 1
-        wanted = {2: (channels, n), 3: (batch, n, length), 4: (batch, groups, n, length)}.get(M.dim())
-        if wanted is None or tuple(M.shape) != wanted or channels % groups:
+        shape = M.shape
+        groups = shape[1] if len(shape) == 4 else 1
+        wanted = {2: (channels, n), 3: (batch, n, length), 4: (batch, groups, n, length)}.get(len(shape))
+        if shape != wanted or channels % groups:
             raise UserError(
                 f"selective_scan takes {name} as (d, n), (b, n, l) or (b, g, n, l) with b={batch}, d={channels}, "
-                f"n={n}, l={length} and g a divisor of d, got {tuple(M.shape)}."
+                f"n={n}, l={length} and g a divisor of d, got {tuple(shape)}."
             )
-    vectors = {"delta": (delta, u.shape), "A": (A, (channels, n)), "D": (D, (channels,)), "z": (z, u.shape)}
-    for name, (tensor, shape) in {**vectors, "delta_bias": (delta_bias, (channels,))}.items():
-        if tensor is not None and tuple(tensor.shape) != tuple(shape):
-            raise UserError(f"selective_scan takes {name} of shape {tuple(shape)}, got {tuple(tensor.shape)}.")
+    of_u, of_channels = (batch, channels, length), (channels,)
+    for name, tensor, wanted in (
+        ("delta", delta, of_u),
+        ("A", A, (channels, n)),
+        ("D", D, of_channels),
+        ("z", z, of_u),
+        ("delta_bias", delta_bias, of_channels),
+    ):
+        if tensor is not None and tensor.shape != wanted:
+            raise UserError(f"selective_scan takes {name} of shape {wanted}, got {tuple(tensor.shape)}.")

@@ -6,31 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mambacl.ops import cpu, scan_tiles, scan_torch, scan_triton
-from mambacl.ops.operator import nothing, operator
+from mambacl.ops import cpu, kernels, scan_tiles, scan_torch, scan_triton
+from mambacl.ops.operator import nothing, operator, wants_gradient
 from mambacl.ops.precision import full_precision
 
 NONE, GIVEN, INSIDE = 0, 1, 2  # no softplus; delta already had it; the kernel applies it (ops.kernels.tiles)
 
 
 def _run(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    log_A: bool,
-    softplus: bool,
-    order: str,
-    height: int,
-    dtype: torch.dtype,
-    backend: str,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    weight: Tensor | None, log_A: bool, softplus: bool, order: str, height: int, dtype: torch.dtype, backend: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output in `dtype`, the last state, what the backward needs besides the inputs (empty unless `keep`),
     and dt if it was computed before the scan (else empty). With a weight (d, rank), delta (b, l, rank) is multiplied by
     it before the softplus."""
@@ -47,9 +34,7 @@ def _run(
             return out, last, kept, dt
         bare = _bare(u, delta, D, z, order, weight is not None)
         if weight is not None:
-            from mambacl.ops.kernels.delta import delta_projection
-
-            dt = delta_projection(delta, weight, bias)
+            dt = kernels.delta.delta_projection(delta, weight, bias)
         elif softplus and bare:
             dt = F.softplus(delta.float() if bias is None else delta.float() + bias.float()).contiguous()
         if bare:
@@ -59,21 +44,9 @@ def _run(
         inside = (GIVEN if weight is not None else INSIDE) if softplus else NONE
         given, bias = (dt, None) if weight is not None else (delta, bias)
         out, last, kept = scan_tiles.forward(
-            u,
-            given,
-            A,
-            B,
-            C,
-            D,
-            z,
-            bias,
-            log_A=log_A,
-            softplus=inside,
-            order=order,
-            height=height,
-            dtype=dtype,
+            u, given, A, B, C, D, z, bias, log_A=log_A, softplus=inside, order=order, height=height, dtype=dtype,
             keep=keep,
-        )
+        )  # fmt: skip
         return out, last, kept, dt
 
 
@@ -84,24 +57,10 @@ def _bare(u: Tensor, delta: Tensor, D: Tensor | None, z: Tensor | None, order: s
 
 
 def _back(
-    dout: Tensor,
-    dlast: Tensor | None,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    kept: Tensor,
-    log_A: bool,
-    softplus: int,
-    order: str,
-    height: int,
-    backend: str,
-    need_A: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, kept: Tensor, log_A: bool, softplus: int, order: str, height: int,
+    backend: str, need_A: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of u, delta, A, B, C, D, z and bias, in the inputs' dtypes; empty for inputs that are None."""
     found: tuple[Tensor | None, ...]
     with full_precision(u):
@@ -138,17 +97,13 @@ def _typed(grad: Tensor | None, given: Tensor | None, u: Tensor) -> Tensor:
     return grad if given.dim() == 3 else grad.contiguous()
 
 
-def _like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return x.new_empty(shape, dtype=dtype)
-
-
 def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height, dtype, backend, keep):  # type: ignore[no-untyped-def]
     state = torch.float32 if backend == "triton" else u.dtype
     dt = (0,)
     if backend == "torch":
         out, kept = u.new_empty(u.shape), scan_torch.kept_shape(u, A, B)
     elif backend == "native":
-        out, kept = scan_tiles.out_like(u, u.shape[2], u.dtype), cpu.kept_shape(u, A, B)
+        out, kept = scan_tiles.out_like(u), cpu.kept_shape(u, A, B)
     elif _bare(u, delta, D, z, order, weight is not None):
         out, kept = u.new_empty(u.shape, dtype=dtype), scan_triton.kept_shape(u, A)
         dt = u.shape if softplus else dt
@@ -157,7 +112,7 @@ def _fake(u, delta, A, B, C, D, z, bias, weight, log_A, softplus, order, height,
         kept = scan_tiles.kept_shape(u, u if weight is not None else delta, A, z, order)
         dt = (*u.shape[:2], A.shape[0]) if weight is not None else dt
     kept = kept if keep or backend == "torch" else (0,)
-    return out, _like(u, u.shape[0], *A.shape, dtype=state), _like(u, *kept, dtype=state), _like(u, *dt, dtype=state)
+    return out, *(u.new_empty(shape, dtype=state) for shape in ((u.shape[0], *A.shape), kept, dt))
 
 
 def _fake_back(  # type: ignore[no-untyped-def]
@@ -166,7 +121,7 @@ def _fake_back(  # type: ignore[no-untyped-def]
     def like(x: Tensor | None) -> Tensor:
         if x is None:
             return nothing(u)
-        return scan_tiles.out_like(x, x.shape[2], x.dtype) if x.dim() == 3 else x.new_empty(x.shape)
+        return scan_tiles.out_like(x) if x.dim() == 3 else x.new_empty(x.shape)
 
     return like(u), like(delta), like(A if need_A else None), like(B), like(C), like(D), like(z), like(bias)
 
@@ -208,5 +163,4 @@ scan = operator("scan", _run, _fake, _keep, _differentiate)
 
 def differentiable_scan(*inputs: Any) -> Any:
     """Calls the operator; states for the backward are kept only if an input requires a gradient."""
-    keep = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    return scan(*inputs, keep)
+    return scan(*inputs, wants_gradient(inputs))

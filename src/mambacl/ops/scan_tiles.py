@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl.ops import kernels
 from mambacl.ops.scan_triton import FILLED, Layout, Split, processors, split_time
 
 RESIDENT = {False: 12, True: 8}  # resident warps per multiprocessor: forward, backward
@@ -62,12 +63,14 @@ def kept_shape(u: Tensor, delta: Tensor, A: Tensor, z: Tensor | None = None, ord
     return u.shape[0], -(-length // steps), n, A.shape[0]
 
 
-def out_like(u: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """A new tensor (b, l, channels), time contiguous if it is in u, otherwise channels."""
-    batch, length, _ = u.shape
-    if u.stride(1) == 1 and u.stride(2) != 1:
-        return torch.empty(batch, channels, length, dtype=dtype, device=u.device).mT
-    return torch.empty(batch, length, channels, dtype=dtype, device=u.device)
+def out_like(u: Tensor, channels: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor (b, l, channels), time contiguous if it is in u, otherwise channels; channels and dtype are u's by
+    default."""
+    batch, length, own = u.shape
+    channels = own if channels is None else channels
+    time_last = u.stride(1) == 1 and u.stride(2) != 1
+    strides = (channels * length, 1, length) if time_last else (length * channels, channels, 1)
+    return torch.empty_strided((batch, length, channels), strides, dtype=dtype or u.dtype, device=u.device)
 
 
 def forward(
@@ -77,9 +80,6 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output in `dtype`, the last state and, if `keep`, the states for the backward. `log_A`: A holds
     log(-A). `softplus`: 0 none, 1 already applied to delta, 2 applied by the kernel."""
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan_tiles import scan_forward
-
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, order, height, backward=False)
     out = out_like(u, len(A), dtype)
     last = call.new(len(u), *A.shape)
@@ -88,8 +88,8 @@ def forward(
         _single_forward(call, out, last, kept, D is not None, keep)
         return out, last, kept
     ends, sums = _ends(call, u)
-    launch(
-        scan_forward,
+    kernels.launch.launch(
+        kernels.scan_tiles.scan_forward,
         (call.blocks * len(u) * call.split.segments,),
         *(call.u, call.delta, call.A, call.B, call.C, call.D, call.z, call.bias, out, last, kept, ends, sums),
         *call.sizes,
@@ -112,16 +112,13 @@ def backward(
     `softplus`: the gradient of delta is taken with respect to the softplus's input. `log_A`: A holds log(-A); its
     gradient is taken with respect to log(-A). `need_A=False` skips the gradient of A.
     """
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan_tiles import scan_backward
-
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, order, height, backward=True)
     dout = _one_contiguous(dout)
     batch, length, _ = u.shape
     channels, states = A.shape
     parts = batch * call.split.segments
     du = out_like(u, channels, torch.float32 if order == "cross" else u.dtype)
-    ddelta, dz = out_like(delta, channels, delta.dtype), u if z is None else out_like(z, channels, z.dtype)
+    ddelta, dz = out_like(delta, channels), u if z is None else out_like(z, channels)
     dA = call.new(parts, *A.shape) if need_A else call.A  # a placeholder; the kernel does not write to it
     dD, dbias = (call.A if x is None else call.new(parts, channels) for x in (D, bias))
     if call.single:
@@ -133,10 +130,11 @@ def backward(
     dBC = call.new(batch, shares, length, 2, states)
     every = call.time["EVERY"]
     programs = shares * batch * call.split.segments
-    scratch = call.new(programs * every * _padded(states) * call.plan.block) if every > 1 else call.A
+    padded = 1 << (states - 1).bit_length()
+    scratch = call.new(programs * every * padded * call.plan.block) if every > 1 else call.A
     ends, sums = _ends(call, dout)
-    launch(
-        scan_backward,
+    kernels.launch.launch(
+        kernels.scan_tiles.scan_backward,
         (programs,),
         *(dout, dout if dlast is None else dlast.contiguous(), call.u, call.delta, call.A, call.B, call.C, call.D),
         *(call.z, call.bias, kept, ends, sums, scratch, du, ddelta, dz, dA, dD, dbias, dBC),
@@ -187,12 +185,9 @@ def _single_blocks(call: "_Call") -> int:
 
 
 def _single_forward(call: "_Call", out: Tensor, last: Tensor, kept: Tensor, skip: bool, keep: bool) -> None:
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan_single import scan_single_forward
-
     numbers, constants = _single_arguments(call, call.u, call.delta, call.z, out)
-    launch(
-        scan_single_forward, (len(call.u) * call.constants["GROUPS"] * _single_blocks(call),),
+    kernels.launch.launch(
+        kernels.scan_single.scan_single_forward, (len(call.u) * call.constants["GROUPS"] * _single_blocks(call),),
         *(call.u, call.delta, call.A, call.B, call.C, call.D, call.z, call.bias, out, last, kept),
         *numbers,
         **constants, SKIP=skip, KEEP=keep,
@@ -204,9 +199,6 @@ def _single_backward(
     dD: Tensor, dbias: Tensor, skip: bool, need_A: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes the other gradients; returns dB and dC (b, l, g, 1)."""
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan_single import scan_single_backward
-
     dout = _time_contiguous(dout)
     numbers, constants = _single_arguments(call, dout, call.u, call.delta, call.z, du, ddelta, dz)
     batch, L, groups = len(call.u), call.u.shape[1], call.constants["GROUPS"]
@@ -215,8 +207,8 @@ def _single_backward(
     share = -(-blocks // max(1, room // (batch * groups)))
     shares = -(-blocks // share)
     parts = call.new(batch, groups, shares, 2, L)
-    launch(
-        scan_single_backward, (batch * groups * shares,),
+    kernels.launch.launch(
+        kernels.scan_single.scan_single_backward, (batch * groups * shares,),
         *(dout, dout if dlast is None else dlast.contiguous(), call.u, call.delta, call.A, call.B, call.C, call.D),
         *(call.z, call.bias, kept, du, ddelta, dz, dA, dD, dbias, parts), *numbers,
         **constants, SHARE=share, SKIP=skip, LAST=dlast is not None, NEED_A=need_A,
@@ -273,10 +265,6 @@ class _Call:
         return max(1, min(self.constants["BLOCKS"], waves // SPREAD))
 
 
-def _padded(states: int) -> int:
-    return int(1 << (states - 1).bit_length())
-
-
 def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) -> Split:
     room = RESIDENT[backward] * processors(u.device)
     return split_time(u.shape[1], blocks * len(u), room, plan, kept_steps(states, u.element_size()))
@@ -285,9 +273,6 @@ def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) ->
 def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
     """The state after each piece if it starts at zero, (b, pieces, n, d), and the sum of its dt, (b, pieces, d), for
     all segments but the last; in the backward, for all but the first."""
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan_tiles import scan_ends
-
     split, length = call.split, x.shape[1]
     first = split.pieces if call.backward else 0
     pieces = -(-length // split.width) - split.pieces if call.backward else (split.segments - 1) * split.pieces
@@ -297,8 +282,8 @@ def _ends(call: _Call, x: Tensor) -> tuple[Tensor, Tensor]:
         ends, sums = call.new(len(x), pieces, states, channels), call.new(len(x), pieces, channels)
         M = call.C if call.backward else call.B
         x = x if call.backward else call.u
-        launch(
-            scan_ends,
+        kernels.launch.launch(
+            kernels.scan_tiles.scan_ends,
             (call.blocks * len(x) * pieces,),
             *(x, call.delta, call.A, M, call.z, call.bias, ends, sums),
             *(length, split.width, first, pieces, *call.sizes[2:]),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl.ops import kernels
+
 MOST_STATES = 256
 KEPT = 8  # steps between the states that the forward keeps for the backward
 FILLED = 2048  # warps that keep a large GPU busy
@@ -82,17 +84,14 @@ def forward(
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output, the last state and, if `keep`, the states for the backward. `log_A`: A holds log(-A)."""
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan import scan_forward
-
     u, delta, A, B, C = _prepared(u, delta, A, B, C)
     y, last = _new(u, u.shape), _new(u, (len(u), *A.shape))
     kept = _new(u, kept_shape(u, A) if keep else (0,))
     plan = layout(A.shape[1], u.shape[0] * u.shape[2], backward=False)
     split = _split(u, B, plan, backward=False)
     ends, sums = _ends(u, delta, A, B, plan, split, log_A, reverse, backward=False)
-    launch(
-        scan_forward,
+    kernels.launch.launch(
+        kernels.scan.scan_forward,
         (_blocks(u, B, plan) * len(u) * split.segments,),
         u, delta, A, B, C, y, last, kept, ends, sums,
         u.stride(0), delta.stride(0), B.stride(0), C.stride(0), u.shape[1], split.width,
@@ -111,9 +110,6 @@ def backward(
     `softplus`: delta is the output of a softplus; its gradient is taken with respect to the softplus's input. `log_A`:
     A holds log(-A); its gradient is taken with respect to log(-A). `need_A=False` skips the gradient of A.
     """
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan import scan_backward
-
     u, delta, A, B, C = _prepared(u, delta, A, B, C)
     dy = dy if dy.stride(2) == 1 else dy.contiguous()
     batch, length, _ = u.shape
@@ -125,8 +121,8 @@ def backward(
     ends, sums = _ends(dy, delta, A, C, plan, split, log_A, reverse, backward=True)
     dA = _new(u, (batch * split.segments if need_A else 0, *A.shape))
     parts = _new(u, (batch, blocks, length, 2, states))  # partial sums of dB and dC
-    launch(
-        scan_backward,
+    kernels.launch.launch(
+        kernels.scan.scan_backward,
         (blocks * len(u) * split.segments,),
         dy, dy if dlast is None else dlast.contiguous(), u, delta, A, B, C, kept, du, ddelta, dA, parts,
         ends, sums, dy.stride(0), u.stride(0), delta.stride(0), B.stride(0), C.stride(0), length, split.width,
@@ -180,9 +176,6 @@ def _ends(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The state after each piece if it starts at zero, (b, pieces, n, d), and the sum of its deltas, (b, pieces, d),
     for all segments but the last; in the backward, for all but the first."""
-    from mambacl.ops.kernels.launch import launch
-    from mambacl.ops.kernels.scan import scan_ends
-
     length = x.shape[1]
     first = split.pieces if backward else 0
     pieces = -(-length // split.width) - split.pieces if backward else (split.segments - 1) * split.pieces
@@ -192,8 +185,8 @@ def _ends(
         constants = _constants(plan, x, delta, A, M, M)
         taken = {"x_l": constants["u_l"], "M_l": constants["B_l"], "M_g": constants["B_g"]}
         dropped = ("u_l", "B_l", "B_g", "C_l", "C_g", "EVERY")
-        launch(
-            scan_ends,
+        kernels.launch.launch(
+            kernels.scan.scan_ends,
             (_blocks(x, M, plan) * len(x) * pieces,),
             x, delta, A, M, ends, sums, x.stride(0), delta.stride(0), M.stride(0), length, split.width, first, pieces,
             **taken, **{name: value for name, value in constants.items() if name not in dropped},

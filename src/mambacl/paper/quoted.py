@@ -95,7 +95,5 @@ def _quoted(text: str) -> Quoted | None:
 
 @functools.cache
 def _contents() -> dict[str, Any]:
-    contents: dict[str, Any] = yaml.load(
-        FILE.read_text(encoding="utf-8"), Loader=yaml.BaseLoader
-    )  # keeps numbers as text
-    return contents
+    """The file, with numbers as text."""
+    return yaml.load(FILE.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)

@@ -279,7 +279,8 @@ def read_pilot(path: Path, text: str) -> list[ImportedMatrix]:
             words[match[1]] = match[2]
         elif match := PILOT_ROW.search(line):
             values = {key: float(value) for key, value in PILOT_VALUE.findall(match[1])}
-            groups = sorted((key for key in values if re.fullmatch(r"\d+-\d+", key)), key=_first_class)
+            groups = [key for key in values if re.fullmatch(r"\d+-\d+", key)]
+            groups.sort(key=lambda group: int(group.partition("-")[0]))  # "100-109" comes after "20-29"
             if len(groups) == 1 and rows:
                 close()
             rows.append([values[group] for group in groups])
@@ -338,11 +339,6 @@ def reader_of(text: str) -> Callable[[Path, str], list[ImportedMatrix]] | None:
         return read_mammoth
     head: Sequence[str] = [field.strip() for field in text.lstrip().partition("\n")[0].split(",")]
     return read_avalanche if all(word in head for word in AVALANCHE_HEAD) else None
-
-
-def _first_class(group: str) -> int:
-    """For sorting: "100-109" comes after "20-29"."""
-    return int(group.partition("-")[0])
 
 
 def _setting(line: str, key: str) -> str | None:

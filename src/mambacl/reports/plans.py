@@ -7,7 +7,8 @@ def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int
     places = plan.by_place()
     names = {"device": "on the device", "cpu": "in memory", "disk": "on disk"}
     share = plan.projector_bytes / max(1, plan.dense_bytes)
-    decomposition = f"Decomposition: {_matrices(plan.matrices)} per task"
+    matrices = ", ".join(f"{count} of {side} x {side}" for side, count in sorted(plan.matrices.items()))
+    decomposition = f"Decomposition: {matrices} per task"
     if plan.decomposition_seconds is not None:
         seconds = plan.decomposition_seconds
         decomposition += f"; {seconds:.1f} s per task on {device}, {tasks * seconds:.0f} s for {tasks} tasks"
@@ -47,7 +48,3 @@ def bytes_text(count: float) -> str:
 
 def _joined(values: tuple[int, ...]) -> str:
     return ", ".join(map(str, values))
-
-
-def _matrices(matrices: dict[int, int]) -> str:
-    return ", ".join(f"{count} of {size} x {size}" for size, count in sorted(matrices.items()))

@@ -31,7 +31,8 @@ def to_text(table: Table, width: int = 120) -> str:
 
     Columns that exceed the width follow in further blocks, which repeat the first column.
     """
-    heads = [_wrapped(column.title) for column in table.columns]
+    titles = [_one_line(column.title) for column in table.columns]
+    heads = [textwrap.wrap(title, 12, break_long_words=False, break_on_hyphens=False) or [""] for title in titles]
     cells = [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
     widths = [max(len(words) for words in [*head, *(row[i] for row in cells)]) for i, head in enumerate(heads)]
 
@@ -49,11 +50,6 @@ def to_text(table: Table, width: int = 120) -> str:
         lines.append("  ".join("-" * widths[i] for i in block))
         lines += [*(line(row, block) for row in cells), ""]
     return "\n".join([table.caption, "", *lines, *table.notes]).rstrip() + "\n"
-
-
-def _wrapped(title: str, width: int = 12) -> list[str]:
-    """A column's title, wrapped."""
-    return textwrap.wrap(_one_line(title), width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _blocks(widths: list[int], width: int) -> list[list[int]]:

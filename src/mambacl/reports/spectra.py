@@ -200,9 +200,7 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
     relative = [_relative(spectrum.values) for spectrum in entry.spectra.values()]
     lowest = max(min((float(values[-1]) for values in relative), default=FLOOR), FLOOR) / 3
     kept_shares = [1 - spectrum.rank / len(spectrum.values) for spectrum in entry.spectra.values()]
-    early = (
-        float(np.median(kept_shares)) < 0.25
-    )  # a logarithmic axis makes room for a corner among the first directions
+    early = float(np.median(kept_shares)) < 0.25  # a logarithmic axis makes room for corners among the first directions
     same_size = len({len(values) for values in relative}) == 1
     curves, corners, shades, rules = [], [], [], []
 

@@ -7,12 +7,14 @@ delta, z and the gradient of the output are read in place, with any strides.
 import ctypes
 import functools
 import os
+import struct
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
+from mambacl.ops.scan_tiles import out_like
 
 ENVIRONMENT_VARIABLE = "MAMBACL_CPU"  # selects an instruction set
 TILE = 16  # time steps between kept states, as in problem.h
@@ -86,75 +88,44 @@ def kept_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
     return u.shape[0], -(-u.shape[1] // TILE), A.shape[1], u.shape[2]
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """An empty tensor like x (b, l, d), time contiguous if it is in x, otherwise channels."""
-    batch, length, channels = x.shape
-    if x.stride(1) == 1 and x.stride(2) != 1:
-        return x.new_empty((batch, channels, length)).mT
-    return x.new_empty((batch, length, channels))
-
-
 def forward(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    log_A: bool = False,
-    softplus: bool = False,
-    reverse: bool = False,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    bias: Tensor | None = None, *, log_A: bool = False, softplus: bool = False, reverse: bool = False,
     keep: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output laid out like u, the last state (b, d, n) and, if `keep`, the states for the backward.
 
     dt = delta + bias, or its softplus; h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;
     y_t = <C_t, h_t> + D u_t; out = y silu(z). `log_A`: A holds log(-A). `reverse`: scan from the last token to the
     first.
     """
-    out, last = empty_like(u), u.new_empty((u.shape[0], *A.shape))
+    out, last = out_like(u), u.new_empty((u.shape[0], *A.shape))
     kept = u.new_empty(kept_shape(u, A, B) if keep else 0)
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
-    call.pointers += [kept.data_ptr() if keep else None]
+    call.pointers.append(_address(kept if keep else None))
     call.views(u, delta, z, None)
-    call.pointers += [last.data_ptr()]
+    call.pointers.append(_address(last))
     call.views(out)
     call.run()
     return out, last, kept
 
 
 def backward(
-    dout: Tensor,
-    dlast: Tensor | None,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    bias: Tensor | None,
-    kept: Tensor,
-    *,
-    log_A: bool = False,
-    softplus: bool = False,
-    reverse: bool = False,
-    need_A: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dout: Tensor, dlast: Tensor | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, bias: Tensor | None, kept: Tensor, *, log_A: bool = False, softplus: bool = False,
+    reverse: bool = False, need_A: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of u, delta, A, B, C, D, z and bias; None for inputs that are None. Those of u, delta and z have the
     inputs' layouts."""
-    du, ddelta, dz = empty_like(u), empty_like(delta), None if z is None else empty_like(z)
+    du, ddelta, dz = out_like(u), out_like(delta), None if z is None else out_like(z)
     dA = A.new_empty(A.shape) if need_A else None
     dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
     dD, dbias = (None if x is None else x.new_empty(x.shape) for x in (D, bias))
     dlast = None if dlast is None else dlast.contiguous()
     call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
-    call.pointers += [kept.data_ptr()]
+    call.pointers.append(_address(kept))
     call.views(u, delta, z, dout)
-    call.pointers += [None if x is None else x.data_ptr() for x in (dlast, dA, dB, dC, dD, dbias)]
+    call.pointers += [_address(x) for x in (dlast, dA, dB, dC, dD, dbias)]
     call.views(du, ddelta, dz)
     call.run()
     return du, ddelta, dA, dB, dC, dD, dz, dbias
@@ -164,41 +135,35 @@ class _Call:
     """The arguments of one call, in the order that `call` in scan.cpp reads them."""
 
     def __init__(
-        self,
-        u: Tensor,
-        delta: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        z: Tensor | None,
-        bias: Tensor | None,
-        log_A: bool,
-        softplus: bool,
-        reverse: bool,
-    ) -> None:
+        self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+        bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool,
+    ) -> None:  # fmt: skip
         B, C = (M if M.stride(3) == 1 else M.contiguous() for M in (B, C))
         D, bias = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (D, bias))
         self.double = u.dtype == torch.float64
         self.kept_alive = B, C, D, bias
-        self.pointers = [x if x is None else x.data_ptr() for x in (A, B, C, D, bias)]
+        self.pointers = [_address(x) for x in (A, B, C, D, bias)]
         self.numbers: list[int] = [*u.shape, *B.shape[2:], log_A, softplus, reverse]
         self.numbers += [*A.stride(), *B.stride()[:3], *C.stride()[:3]]
 
     def views(self, *tensors: Tensor | None) -> None:
         for x in tensors:
-            self.pointers.append(None if x is None else x.data_ptr())
+            self.pointers.append(_address(x))
             self.numbers += (0, 0, 0) if x is None else x.stride()
 
     def run(self) -> None:
         found = library()
         assert found is not None
         function = found.mambacl_scan_f64 if self.double else found.mambacl_scan_f32
-        pointers = (ctypes.c_void_p * len(self.pointers))(*self.pointers)
-        numbers = (ctypes.c_longlong * len(self.numbers))(*self.numbers)
+        pointers = struct.pack(f"{len(self.pointers)}P", *self.pointers)
+        numbers = struct.pack(f"{len(self.numbers)}q", *self.numbers)
         failure = function(pointers, numbers, SETS[instruction_set()], torch.get_num_threads(), _parallel())
         if failure:
             raise RuntimeError(FAILURES[failure])
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 @functools.cache

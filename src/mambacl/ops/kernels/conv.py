@@ -13,6 +13,8 @@ The backward recomputes g_t = dy_t silu'(a_t) and also keeps it in registers:
 Each chunk writes one partial sum over its tokens, and PyTorch adds them up: no atomics, so results are reproducible.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -85,28 +87,10 @@ def _added(sums, window, g, own, K: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x,
-    weight,
-    bias,
-    y,
-    length,
-    width,
-    tiles,
-    chunks,
-    x_b,
-    x_l,
-    w_d,
-    w_k,
-    K: tl.constexpr,
-    LEFT: tl.constexpr,
-    FLIP: tl.constexpr,
-    SILU: tl.constexpr,
-    BIAS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    x, weight, bias, y, length, width, tiles, chunks, x_b, x_l, w_d, w_k, K: tl.constexpr, LEFT: tl.constexpr,
+    FLIP: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     channel = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < width
@@ -134,35 +118,11 @@ def _forward(
 
 @triton.jit
 def _backward(
-    x,
-    dy,
-    weight,
-    bias,
-    dx,
-    dweight,
-    dbias,
-    length,
-    width,
-    tiles,
-    chunks,
-    x_b,
-    x_l,
-    dy_b,
-    dy_l,
-    w_d,
-    w_k,
-    K: tl.constexpr,
-    LEFT: tl.constexpr,
-    FLIP: tl.constexpr,
-    SILU: tl.constexpr,
-    BIAS: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, dy, weight, bias, dx, dweight, dbias, length, width, tiles, chunks, x_b, x_l, dy_b, dy_l, w_d, w_k,
+    K: tl.constexpr, LEFT: tl.constexpr, FLIP: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     channel = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < width
@@ -232,75 +192,50 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu:
     if x.numel() == 0:
         return y
     x = unit_stride(x)
-    batch, length, width = x.shape
-    taps = weight.shape[1]
-    block, warps, tokens = _blocks(x, taps)
-    tiles, chunks = triton.cdiv(width, block), triton.cdiv(length, tokens)
-    launch(
-        _forward,
-        (tiles * chunks * batch,),
-        *(x, weight, weight if bias is None else bias.contiguous(), y),
-        *(length, width, tiles, chunks, x.stride(0), x.stride(1), *weight.stride()),
-        K=taps,
-        LEFT=left,
-        FLIP=reverse,
-        SILU=silu,
-        BIAS=bias is not None,
-        TOKENS=tokens,
-        ROWS=ROWS,
-        BLOCK=block,
-        ACC=accumulator(x),
-        num_warps=warps,
-    )
+    sizes, constants = _arguments(x, weight, bias, reverse, silu, left)
+    inputs = (x, weight, weight if bias is None else bias.contiguous(), y)
+    strides = (x.stride(0), x.stride(1), *weight.stride())
+    launch(_forward, (sizes[2] * sizes[3] * len(x),), *inputs, *sizes, *strides, **constants)
     return y
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    reverse: bool,
-    silu: bool,
-    left: int,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, left: int,
+    needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dx, dweight and dbias; those not needed are empty."""
     x, dy = unit_stride(x), unit_stride(dy)
-    batch, length, width = x.shape
-    taps = weight.shape[1]
-    block, warps, tokens = _blocks(x, taps)
-    tiles, chunks = triton.cdiv(width, block), triton.cdiv(length, tokens)
+    sizes, constants = _arguments(x, weight, bias, reverse, silu, left)
+    _, width, tiles, chunks = sizes
+    parts, wide = chunks * len(x), torch_type(accumulator(x))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    wide = torch_type(accumulator(x))
-    dweight = torch.empty((chunks * batch, taps, width) if needs_weight else (0,), dtype=wide, device=x.device)
-    dbias = torch.empty((chunks * batch, width) if needs_bias else (0,), dtype=wide, device=x.device)
+    dweight = torch.empty((parts, weight.shape[1], width) if needs_weight else (0,), dtype=wide, device=x.device)
+    dbias = torch.empty((parts, width) if needs_bias else (0,), dtype=wide, device=x.device)
     if x.numel():
+        inputs = (x, dy, weight, weight if bias is None else bias.contiguous(), dx, dweight, dbias)
+        strides = (x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), *weight.stride())
         launch(
-            _backward,
-            (tiles * chunks * batch,),
-            *(x, dy, weight, weight if bias is None else bias.contiguous(), dx, dweight, dbias),
-            *(length, width, tiles, chunks, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1)),
-            *weight.stride(),
-            K=taps,
-            LEFT=left,
-            FLIP=reverse,
-            SILU=silu,
-            BIAS=bias is not None,
-            DWEIGHT=needs_weight,
-            DBIAS=needs_bias,
-            TOKENS=tokens,
-            ROWS=ROWS,
-            BLOCK=block,
-            ACC=accumulator(x),
-            num_warps=warps,
-        )
+            _backward, (tiles * parts,), *inputs, *sizes, *strides, **constants,
+            DWEIGHT=needs_weight, DBIAS=needs_bias,
+        )  # fmt: skip
     if needs_weight:
         dweight = dweight.sum(0).t().to(weight.dtype).contiguous()
     if needs_bias and bias is not None:
         dbias = dbias.sum(0).to(bias.dtype)
     return dx, dweight, dbias
+
+
+def _arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, left: int
+) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
+    """What both kernels get: length, width, blocks of channels and chunks of tokens; and the constants."""
+    _, length, width = x.shape
+    block, warps, tokens = _blocks(x, weight.shape[1])
+    constants = {
+        "K": weight.shape[1], "LEFT": left, "FLIP": reverse, "SILU": silu, "BIAS": bias is not None, "TOKENS": tokens,
+        "ROWS": ROWS, "BLOCK": block, "ACC": accumulator(x), "num_warps": warps,
+    }  # fmt: skip
+    return (length, width, triton.cdiv(width, block), triton.cdiv(length, tokens)), constants
 
 
 def _blocks(x: Tensor, taps: int) -> tuple[int, int, int]:

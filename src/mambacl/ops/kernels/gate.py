@@ -18,9 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, torch_type
-
-TILE = 1024  # values per tile: 8 per thread of four warps
+from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, tile_constants, torch_type
 
 
 @triton.jit
@@ -30,24 +28,9 @@ def _tile(x, row, stride, column, mask, ACC: tl.constexpr):
 
 @triton.jit
 def _forward(
-    y,
-    x,
-    D,
-    z,
-    out,
-    rows,
-    width,
-    span,
-    tiles,
-    y_l,
-    x_l,
-    z_l,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    y, x, D, z, out, rows, width, span, tiles, y_l, x_l, z_l, EPS: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     local = tl.arange(0, COLUMNS)
     column = (program % tiles) * span + local
@@ -67,31 +50,10 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dout,
-    y,
-    x,
-    D,
-    z,
-    dy,
-    dx,
-    dz,
-    dD,
-    rows,
-    width,
-    span,
-    tiles,
-    dout_l,
-    y_l,
-    x_l,
-    z_l,
-    EPS: tl.constexpr,
-    NORM: tl.constexpr,
-    DSKIP: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    dout, y, x, D, z, dy, dx, dz, dD, rows, width, span, tiles, dout_l, y_l, x_l, z_l, EPS: tl.constexpr,
+    NORM: tl.constexpr, DSKIP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     local = tl.arange(0, COLUMNS)
     channel = (program % tiles) * span + local
@@ -131,19 +93,14 @@ def forward(y: Tensor, x: Tensor, D: Tensor, z: Tensor, group: int, eps: float, 
         return out
     y, x, z = as_rows(y), as_rows(x), as_rows(z)
     span, tiles, columns = _columns(y.shape[1], group)
-    block, _, programs = row_blocks(len(y), columns, TILE, summed=False)
+    block, _, programs = row_blocks(len(y), columns, summed=False)
     launch(
         _forward,
         (programs * tiles,),
         *(y, x, D.contiguous(), z, out),
         *(*y.shape, span, tiles, y.stride(0), x.stride(0), z.stride(0)),
-        EPS=eps,
-        NORM=group > 0,
-        ROWS=block,
-        COLUMNS=columns,
-        ACC=accumulator(y, x, z),
-        num_warps=_warps(block * columns),
-    )
+        EPS=eps, NORM=group > 0, ACC=accumulator(y, x, z), **tile_constants(block, columns),
+    )  # fmt: skip
     return out
 
 
@@ -155,7 +112,7 @@ def backward(
     acc = accumulator(y, x, z)
     dout, y, x, z = as_rows(dout), as_rows(y), as_rows(x), as_rows(z)
     span, tiles, columns = _columns(y.shape[1], group)
-    block, steps, programs = row_blocks(len(y), columns, TILE, summed=needs_D)
+    block, steps, programs = row_blocks(len(y), columns, summed=needs_D)
     dD = torch.empty((programs, y.shape[1]) if needs_D else (0,), dtype=torch_type(acc), device=y.device)
     if y.numel():
         launch(
@@ -163,15 +120,8 @@ def backward(
             (programs * tiles,),
             *(dout, y, x, D.contiguous(), z, dy, dx, dz, dD),
             *(*y.shape, span, tiles, dout.stride(0), y.stride(0), x.stride(0), z.stride(0)),
-            EPS=eps,
-            NORM=group > 0,
-            DSKIP=needs_D,
-            STEPS=steps,
-            ROWS=block,
-            COLUMNS=columns,
-            ACC=acc,
-            num_warps=_warps(block * columns),
-        )
+            EPS=eps, NORM=group > 0, DSKIP=needs_D, STEPS=steps, ACC=acc, **tile_constants(block, columns),
+        )  # fmt: skip
     return dy, dx, dz, dD.sum(0).to(D.dtype) if needs_D else dD
 
 
@@ -181,8 +131,3 @@ def _columns(width: int, group: int) -> tuple[int, int, int]:
         return group, width // group, triton.next_power_of_2(group)
     columns = min((256, 128, 64), key=lambda size: triton.cdiv(width, size) * size)
     return columns, triton.cdiv(width, columns), columns
-
-
-def _warps(tile: int) -> int:
-    """Eight values per thread."""
-    return min(16, max(1, tile // 256))

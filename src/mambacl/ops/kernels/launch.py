@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TILE = 1024  # values per tile: 8 per thread of four warps
 MOST_PARTIALS = 2048  # of a parameter's gradient: small compared to the inputs, enough to fill any GPU
 
 
@@ -72,12 +73,17 @@ def as_exact_as_float32(device: torch.device) -> str:
     return "tf32x3" if fast else "ieee"
 
 
-def row_blocks(rows: int, columns: int, elements: int, summed: bool) -> tuple[int, int, int]:
-    """Rows per tile, tiles per program and number of programs, for tiles of about `elements` values.
+def row_blocks(rows: int, columns: int, summed: bool) -> tuple[int, int, int]:
+    """Rows per tile, tiles per program and number of programs, for tiles of about `TILE` values.
 
     A program that sums over its rows takes several tiles, which limits the number of partial sums; others take one.
     """
-    block = max(1, elements // columns)
+    block = max(1, TILE // columns)
     tiles = triton.cdiv(rows, block)
     steps = triton.next_power_of_2(triton.cdiv(tiles, MOST_PARTIALS)) if summed and tiles else 1
     return block, steps, triton.cdiv(tiles, steps)
+
+
+def tile_constants(block: int, columns: int) -> dict[str, int]:
+    """The size of a tile, and warps for eight values per thread."""
+    return {"ROWS": block, "COLUMNS": columns, "num_warps": min(16, max(1, block * columns // 256))}

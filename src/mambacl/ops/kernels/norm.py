@@ -15,25 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, torch_type, triton_type
-
-TILE = 1024  # values per tile: 8 per thread of four warps
+from mambacl.ops.kernels.launch import accumulator, as_rows, launch, row_blocks, tile_constants, torch_type, triton_type
 
 
 @triton.jit
 def _forward(
-    x,
-    weight,
-    out,
-    rows,
-    width,
-    x_l,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    x, weight, out, rows, width, x_l, EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRODUCT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, COLUMNS)
     inside = column < width
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -47,22 +36,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dout,
-    x,
-    weight,
-    dx,
-    dweight,
-    rows,
-    width,
-    dout_l,
-    x_l,
-    EPS: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    dout, x, weight, dx, dweight, rows, width, dout_l, x_l, EPS: tl.constexpr, DWEIGHT: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < width
@@ -90,18 +66,14 @@ def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor
         return out
     x = as_rows(x)
     columns = triton.next_power_of_2(x.shape[1])
-    block, _, programs = row_blocks(len(x), columns, TILE, summed=False)
+    block, _, programs = row_blocks(len(x), columns, summed=False)
     launch(
         _forward,
         (programs,),
         *(x, weight.contiguous(), out, *x.shape, x.stride(0)),
-        EPS=eps,
-        ROWS=block,
-        COLUMNS=columns,
-        PRODUCT=triton_type(torch.promote_types(x.dtype, weight.dtype)),
-        ACC=accumulator(x, weight),
-        num_warps=_warps(block * columns),
-    )
+        EPS=eps, PRODUCT=triton_type(torch.promote_types(x.dtype, weight.dtype)), ACC=accumulator(x, weight),
+        **tile_constants(block, columns),
+    )  # fmt: skip
     return out
 
 
@@ -110,7 +82,7 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: 
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dout, x = as_rows(dout), as_rows(x)
     columns = triton.next_power_of_2(x.shape[1])
-    block, steps, programs = row_blocks(len(x), columns, TILE, summed=needs_weight)
+    block, steps, programs = row_blocks(len(x), columns, summed=needs_weight)
     acc = accumulator(x, weight)
     dweight = torch.empty((programs, x.shape[1]) if needs_weight else (0,), dtype=torch_type(acc), device=x.device)
     if x.numel():
@@ -118,17 +90,6 @@ def backward(dout: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: 
             _backward,
             (programs,),
             *(dout, x, weight.contiguous(), dx, dweight, *x.shape, dout.stride(0), x.stride(0)),
-            EPS=eps,
-            DWEIGHT=needs_weight,
-            STEPS=steps,
-            ROWS=block,
-            COLUMNS=columns,
-            ACC=acc,
-            num_warps=_warps(block * columns),
-        )
+            EPS=eps, DWEIGHT=needs_weight, STEPS=steps, ACC=acc, **tile_constants(block, columns),
+        )  # fmt: skip
     return dx, dweight.sum(0).to(weight.dtype) if needs_weight else dweight
-
-
-def _warps(tile: int) -> int:
-    """Eight values per thread."""
-    return min(16, max(1, tile // 256))

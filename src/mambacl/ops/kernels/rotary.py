@@ -18,21 +18,9 @@ TILE = 1024  # values per program
 
 @triton.jit
 def _rotate(
-    M,
-    freq,
-    out,
-    rows,
-    length,
-    m_b,
-    m_l,
-    m_m,
-    SCALE: tl.constexpr,
-    MATRICES: tl.constexpr,
-    STATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-):
+    M, freq, out, rows, length, m_b, m_l, m_m, SCALE: tl.constexpr, MATRICES: tl.constexpr, STATES: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     state = tl.arange(0, COLUMNS)[None, :]
     other = state ^ 1
@@ -61,16 +49,8 @@ def run(M: Tensor, freq: Tensor, scale: float, backward: bool, dtype: torch.dtyp
         rows, columns = batch * length * matrices, triton.next_power_of_2(states)
         block = max(1, TILE // columns)
         launch(
-            _rotate,
-            (triton.cdiv(rows, block),),
-            *(M, freq.float().contiguous(), out),
-            *(rows, length, *M.stride()[:3]),
-            SCALE=scale,
-            MATRICES=matrices,
-            STATES=states,
-            COLUMNS=columns,
-            ROWS=block,
-            BACKWARD=backward,
-            num_warps=4,
-        )
+            _rotate, (triton.cdiv(rows, block),), *(M, freq.float().contiguous(), out),
+            *(rows, length, *M.stride()[:3]), SCALE=scale, MATRICES=matrices, STATES=states, COLUMNS=columns,
+            ROWS=block, BACKWARD=backward, num_warps=4,
+        )  # fmt: skip
     return out

@@ -1,9 +1,8 @@
 """Triton kernels for the recurrence of the selective scan: forward, backward, and `scan_ends` for split time.
 
-Each program is one warp. It steps through time for one image and a block of channels, with the states in registers. A
-tile of states has four axes, (LN, LD, NT, DT): each of the LN x LD = 32 lanes holds NT states of each of DT channels.
-State n is NT * ln + nt, channel d is DT * ld + dt. A lane's states and channels are therefore contiguous in memory, and
-the sums over states (y) and over channels (dB and dC) need few shuffles and none across warps.
+Each program is one warp. It steps through time for one image and a block of channels, with the states in registers;
+`tiles` describes how its lanes share them. A lane's states and channels are contiguous in memory, and the sums over
+states (y) and over channels (dB and dC) need few shuffles and none across warps.
 
 If the recurrences are too few to fill the GPU, time is split into segments, one per program, and these into pieces of W
 steps. `scan_ends` first computes, for each piece, its final state from a zero start and the sum of its deltas, which
@@ -22,43 +21,15 @@ import triton
 import triton.language as tl
 
 from mambacl.ops.kernels.softplus import sigmoid_of_softplus
-from mambacl.ops.kernels.tiles import as_float32, carried
+from mambacl.ops.kernels.tiles import as_float32, carried, place_of, rates_of
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _place(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of a block: its group; its channels (LN, LD, 1, DT) and the mask of those that exist; its states (LN, LD, NT, 1)
-    and their mask; its offsets in a matrix (channels, states)."""
-    ln = tl.arange(0, LN)[:, None, None, None]
-    ld = tl.arange(0, LD)[None, :, None, None]
-    nt = tl.arange(0, NT)[None, None, :, None]
-    dt = tl.arange(0, DT)[None, None, None, :]
-    inside = (block % BLOCKS) * (DT * LD) + DT * ld + dt
-    group = block // BLOCKS
-    channels = tl.broadcast_to(group * K + inside, [LN, LD, 1, DT])
-    there = tl.broadcast_to(inside < K, [LN, LD, 1, DT])
-    states = tl.broadcast_to(NT * ln + nt, [LN, LD, NT, 1])
-    # Load the matrix in the layout of the computation; otherwise the compiler chooses wider loads and converts.
-    matrix = tl.max_contiguous(channels * N + states, [1, 1, 1, 1])
-    return group, channels, there, states, states < N, matrix
 
 
 @triton.jit
 def _before(i, count):
     """Whether i < count, as a block: the interpreter cannot combine a scalar and a mask."""
     return tl.full([1, 1, 1, 1], i, tl.int32) < count
-
-
-@triton.jit
-def _decay(A_ptr, matrix, mask, LOG_A: tl.constexpr):
-    """A log2(e) of a tile, from A or log(-A): the kernels compute powers of two."""
-    A = tl.load(A_ptr + matrix, mask=mask, other=0.0)
-    if LOG_A:
-        A = tl.where(mask, -tl.exp(A), 0.0)
-    return A * LOG2E
 
 
 @triton.jit
@@ -142,8 +113,9 @@ def scan_ends(
     blocks: tl.constexpr = D // K * BLOCKS
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     piece, image = part % pieces, (part // pieces).to(tl.int64)
-    group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
-    A = _decay(A_ptr, matrix, there & real, LOG_A)
+    group = block // BLOCKS
+    channels, there, states, real, matrix = place_of(block, K, N, NT, DT, LD, LN, BLOCKS)
+    A = rates_of(A_ptr, matrix, there & real, LOG_A)
     start = image * 0
     if REVERSE:
         start += L - 1
@@ -222,8 +194,9 @@ def scan_forward(
     blocks: tl.constexpr = D // K * BLOCKS
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
-    group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
-    A = _decay(A_ptr, matrix, there & real, LOG_A)
+    group = block // BLOCKS
+    channels, there, states, real, matrix = place_of(block, K, N, NT, DT, LD, LN, BLOCKS)
+    A = rates_of(A_ptr, matrix, there & real, LOG_A)
     start = image * 0  # makes the offsets 64-bit
     if REVERSE:
         start += L - 1
@@ -366,8 +339,9 @@ def scan_backward(
     blocks: tl.constexpr = D // K * BLOCKS
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     segment, image = part % SEGMENTS, (part // SEGMENTS).to(tl.int64)
-    group, channels, there, states, real, matrix = _place(block, K, N, NT, DT, LD, LN, BLOCKS)
-    A = _decay(A_ptr, matrix, there & real, LOG_A)
+    group = block // BLOCKS
+    channels, there, states, real, matrix = place_of(block, K, N, NT, DT, LD, LN, BLOCKS)
+    A = rates_of(A_ptr, matrix, there & real, LOG_A)
     start = image * 0  # makes the offsets 64-bit
     if REVERSE:
         start += L - 1

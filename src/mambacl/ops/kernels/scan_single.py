@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from mambacl.ops.kernels.softplus import sigmoid_of_softplus, softplus
-from mambacl.ops.kernels.tiles import INSIDE, LOG2E, as_float32, sigmoid
+from mambacl.ops.kernels.tiles import INSIDE, as_float32, rates_of, sigmoid
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -119,14 +119,6 @@ def _dt(raw, bias, exists, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
-def _decays(A_ptr, channel, there, LOG_A: tl.constexpr):
-    A = tl.load(A_ptr + channel, mask=there, other=0.0)
-    if LOG_A:
-        A = tl.where(there, -tl.exp(A), 0.0)
-    return A * LOG2E
-
-
-@triton.jit
 def _optional(pointer, channel, there, EXISTS: tl.constexpr):
     if EXISTS:
         return tl.load(pointer + channel, mask=there, other=0.0).to(tl.float32)
@@ -164,12 +156,10 @@ def scan_single_forward(
     group = block // BLOCKS
     inside = block % BLOCKS * CH + tl.arange(0, CH)[None, :]
     channel, there = group * K + inside, inside < K
-    A, always = _decays(A_ptr, channel, there, LOG_A), tl.full([1, CH], 1, tl.int1)
+    A, always = rates_of(A_ptr, channel, there, LOG_A), tl.full([1, CH], 1, tl.int1)
     bias, skip = _optional(bias_ptr, channel, there, BIAS), _optional(D_ptr, channel, there, SKIP)
-    u_rows, delta_rows = (
-        _rows(u_ptr, image, channel, u_b, u_d, V),
-        _rows(delta_ptr, image, channel, delta_b, delta_d, V),
-    )
+    u_rows = _rows(u_ptr, image, channel, u_b, u_d, V)
+    delta_rows = _rows(delta_ptr, image, channel, delta_b, delta_d, V)
     z_rows, out_rows = _rows(z_ptr, image, channel, z_b, z_d, V), _rows(out_ptr, image, channel, out_b, out_d, V)
     which = group + tl.zeros([1, CH], tl.int32)  # every channel reads the same row, in the layout of its inputs
     B_row, C_row = _rows(B_ptr, image, which, B_b, B_g, V), _rows(C_ptr, image, which, C_b, C_g, V)
@@ -238,15 +228,12 @@ def scan_single_backward(
     for number in range(0, final):
         inside = (share % SHARES * SHARE + number) * CH + tl.arange(0, CH)[None, :]
         channel, there = group * K + inside, inside < K
-        A = _decays(A_ptr, channel, there, LOG_A)
+        A = rates_of(A_ptr, channel, there, LOG_A)
         bias, skip = _optional(bias_ptr, channel, there, BIAS), _optional(D_ptr, channel, there, SKIP)
-        dout_rows, u_rows = (
-            _rows(dout_ptr, image, channel, dout_b, dout_d, V),
-            _rows(u_ptr, image, channel, u_b, u_d, V),
-        )
-        delta_rows, z_rows = (
-            _rows(delta_ptr, image, channel, delta_b, delta_d, V), _rows(z_ptr, image, channel, z_b, z_d, V),
-        )  # fmt: skip
+        dout_rows = _rows(dout_ptr, image, channel, dout_b, dout_d, V)
+        u_rows = _rows(u_ptr, image, channel, u_b, u_d, V)
+        delta_rows = _rows(delta_ptr, image, channel, delta_b, delta_d, V)
+        z_rows = _rows(z_ptr, image, channel, z_b, z_d, V)
         du_rows, dz_rows = _rows(du_ptr, image, channel, du_b, du_d, V), _rows(dz_ptr, image, channel, dz_b, dz_d, V)
         ddelta_rows = _rows(ddelta_ptr, image, channel, ddelta_b, ddelta_d, V)
         row = image * (GROUPS * K) + channel

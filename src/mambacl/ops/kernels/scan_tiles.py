@@ -2,14 +2,10 @@
 
     dt = softplus(delta + bias),  h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = <C_t, h_t> + D u_t,  out = y silu(z)
 
-Each program is one warp. It steps through time for one image and a block of channels, with the states in registers. A
-tile of states has four axes, (LN, LD, NT, DT): each of the LN x LD = 32 lanes holds NT states of each of DT channels.
-State n is NT * ln + nt, channel d is DT * ld + dt, so a lane's states and channels are contiguous in memory.
-
-Inputs and outputs of T steps form one tile (1, LD, 1, DT, T) with each value in one lane only, for either memory
-layout. All elementwise work (softplus, skip, gate) is done on such tiles. `columns` hands a tile's steps to the lanes
-that hold the states, and `summed` sums over states or channels. Both go through shared memory, which takes far fewer
-instructions than shuffles.
+Each program is one warp. It steps through time for one image and a block of channels, with the states in registers;
+`tiles` describes how its lanes share them. All elementwise work (softplus, skip, gate) is done on tiles of T steps of
+the inputs and outputs, for either memory layout. `columns` hands a tile's steps to the lanes that hold the states, and
+`summed` sums over states or channels. Both go through shared memory, which takes far fewer instructions than shuffles.
 
 If the recurrences are too few to fill the GPU, time is split into segments, one per program, and these into pieces of W
 steps. `scan_ends` first computes, for each piece, its final state from a zero start and the sum of its dt, which gives
@@ -18,8 +14,6 @@ its decay. From these every program computes the state its segment starts with.
 The forward keeps the state before every T * EVERY steps. The backward recomputes such an interval, storing the state
 before every T steps in scratch memory, then goes back through it. Sums are reproducible: programs write their parts of
 dA (per image) and of dB and dC (per block of channels) separately.
-
-Masks: `there` marks the channels of a block that exist, `real` the states that exist.
 """
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, assignment"
 # ruff: noqa: RUF005, SIM102

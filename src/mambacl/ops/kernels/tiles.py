@@ -126,13 +126,18 @@ def vector_of(pointer, block, K, EXISTS: tl.constexpr, DT: tl.constexpr, LD: tl.
 
 
 @triton.jit
-def decay_of(A_ptr, matrix, mask, LOG_A: tl.constexpr):
-    """A log2(e) of a tile, from A or log(-A): the kernels compute powers of two. Clamped to finite values, so that dt =
-    0 after the last token leaves the state unchanged."""
-    A = tl.load(A_ptr + matrix, mask=mask, other=0.0)
+def rates_of(A_ptr, places, mask, LOG_A: tl.constexpr):
+    """A log2(e) of a tile, from A or log(-A): the kernels compute powers of two."""
+    A = tl.load(A_ptr + places, mask=mask, other=0.0)
     if LOG_A:
         A = tl.where(mask, -tl.exp(A), 0.0)
-    A = A * LOG2E
+    return A * LOG2E
+
+
+@triton.jit
+def decay_of(A_ptr, matrix, mask, LOG_A: tl.constexpr):
+    """The rates, clamped to finite values, so that dt = 0 after the last token leaves the state unchanged."""
+    A = rates_of(A_ptr, matrix, mask, LOG_A)
     A = tl.where(A < -LARGEST, -LARGEST, A)
     return tl.where(A > LARGEST, LARGEST, A)
 
