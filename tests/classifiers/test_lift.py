@@ -1,13 +1,70 @@
 """The random lift, and the storage of its Gram matrix."""
 
+import math
+
 import pytest
 import torch
 from tolerance import assert_near, rounding
 
 from mambacl.classifiers.gram import KINDS, LARGEST, PANEL, ROWS, Gram, blocks_of, panels, stored_values
-from mambacl.classifiers.lift import ACTIVATIONS, draw, fit_scale, lift
+from mambacl.classifiers.lift import ACTIVATIONS, draw, draw_phases, fit_scale, lift, standard_normal, uniform
 
 # The lift
+
+
+WORD = (1 << 64) - 1
+
+
+def splitmix64(seed: int, position: int) -> int:
+    """The output of the generator at a position, in Python's own integers. The seed is mixed first, so that close seeds
+    start far apart."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & WORD
+        return x ^ (x >> 31)
+
+    return mixed((position * 0x9E3779B97F4A7C15 + mixed(seed)) & WORD)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63 - 1])
+def test_uniform_numbers_are_splitmix64(seed: int) -> None:
+    for first in (-7, 0, 5, 10**12):
+        expected = [(splitmix64(seed, position) >> 11) / 2**53 for position in range(first, first + 6)]
+        assert uniform(first, 6, seed).tolist() == expected
+    assert min(expected) >= 0 and max(expected) < 1
+
+
+def test_normal_values_are_box_and_mullers() -> None:
+    pairs = uniform(10, 8, 3).view(4, 2).tolist()
+    expected = [math.sqrt(-2 * math.log(1 - r)) * math.cos(2 * math.pi * a) for r, a in pairs]
+    assert_near(standard_normal(5, 4, 3), torch.tensor(expected, dtype=torch.float64), 4)
+
+
+def test_weights_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [draw(6, 9, 2, kind) for kind in ("normal", "uniform")]
+    monkeypatch.setattr("mambacl.classifiers.lift.DRAWN", 7)
+    assert all(torch.equal(draw(6, 9, 2, kind), one) for kind, one in zip(("normal", "uniform"), whole, strict=True))
+
+
+def test_phases_cover_the_circle() -> None:
+    phases = draw_phases(10**5, 0).double()
+    assert phases.min() >= 0 and phases.max() <= torch.tensor(2 * math.pi) and draw_phases(3, 0).dtype == torch.float32
+    for power in (1, 2):  # the means of exp(i b) and exp(2 i b) are 0 within five standard errors
+        assert abs(torch.polar(torch.ones_like(phases), power * phases).mean().item()) < 5 / math.sqrt(10**5)
+    assert torch.equal(draw_phases(3, 0), (2 * math.pi * uniform(-3, 3, 0)).float())
+    assert not torch.equal(draw_phases(3, 0), draw_phases(3, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_draws_the_same() -> None:
+    assert torch.equal(uniform(-50, 10**6, 3, "cuda").cpu(), uniform(-50, 10**6, 3))
+    assert torch.equal(draw_phases(1000, 3, "cuda").cpu(), draw_phases(1000, 3))
+    assert torch.equal(draw(100, 1000, 3, "uniform", "cuda").cpu(), draw(100, 1000, 3, "uniform"))
+    here, there = draw(100, 10000, 3), draw(100, 10000, 3, device="cuda").cpu()
+    assert_near(there, here, 1)
+    assert (there != here).sum() <= 10
 
 
 @pytest.mark.parametrize("distribution", ["normal", "unit-normal", "uniform"])
@@ -27,9 +84,9 @@ def test_the_distributions() -> None:
     for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(normal.pow(power).mean().item() - expected) < 5e-3 * variance**0.5, power
     torch.testing.assert_close(draw(100, 50, 0, "unit-normal"), 10 * draw(100, 50, 0))
-    uniform = draw(100, 10000, 0, "uniform").double()
-    assert -0.1 <= uniform.min() < -0.0999 and 0.0999 < uniform.max() <= 0.1
-    assert abs(uniform.square().mean().item() - 1 / 300) < 5e-3 * (4 / 45 * 1e-4) ** 0.5
+    even, limit = draw(100, 10000, 0, "uniform"), torch.tensor(0.1)
+    assert -limit <= even.min() < -0.0999 and 0.0999 < even.max() <= limit
+    assert abs(even.double().square().mean().item() - 1 / 300) < 5e-3 * (4 / 45 * 1e-4) ** 0.5
 
 
 def test_the_scale_of_features() -> None:
@@ -49,6 +106,7 @@ def test_the_lift_by_hand(activation: str) -> None:
     projection = torch.tensor([[1.0, 0.0, -2.0], [0.0, 2.0, 0.0]])
     x = torch.tensor([[1.0, -1.0, -2.0]])
     expected = {
+        "cos": torch.tensor([[0.5403023, 0.5403023, -0.4161468]]),
         "relu": torch.tensor([[1.0, 0.0, 0.0]]),
         "tanh": torch.tensor([[0.7615942, -0.7615942, -0.9640276]]),
         "gelu": torch.tensor([[0.8413447, -0.1586553, -0.0455003]]),
@@ -56,6 +114,26 @@ def test_the_lift_by_hand(activation: str) -> None:
     }[activation]
     assert_near(lift(f, m, s, projection, activation), expected, 4)
     assert_near(lift(f, m, s, None, "none"), torch.tensor([[1.0, -0.5]]), 2)
+
+
+def test_cosines_with_phases_by_hand() -> None:
+    f, m, s = torch.tensor([[3.0, -1.0]]), torch.tensor([1.0, 1.0]), torch.tensor([2.0, 4.0])
+    projection, phases = torch.tensor([[1.0, 0.0, -2.0], [0.0, 2.0, 0.0]]), torch.tensor([0.5, 1.0, 3.0])
+    expected = torch.tensor([[0.0707372, 1.0, 0.5403023]])  # cos(1.5), cos(0), cos(1)
+    assert_near(lift(f, m, s, projection, "cos", phases), expected, 4)
+
+
+def test_products_of_cosines_are_a_gaussian_kernel() -> None:
+    """The mean of 2 h h' over units is exp(-|g (f - f')|^2 / 2d) within five standard errors; a term's variance is at
+    most 2."""
+    features = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
+    units, g = 20000, 1.5
+    h = lift(
+        features, torch.zeros(4), torch.ones(4), g * draw(4, units, 0).double(), "cos", draw_phases(units, 0).double()
+    )
+    kernel = torch.exp(-(g * torch.cdist(features, features)).square() / 8)
+    assert (2 * h @ h.T / units - kernel).abs().max() < 5 * math.sqrt(2 / units)
+    assert kernel.min() < 0.1
 
 
 # The storage of G

@@ -1,5 +1,6 @@
 """The ridge classifier against a plain ridge regression on all images at once, and against recorded numbers."""
 
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,10 +13,10 @@ from safetensors.torch import load_file
 from tolerance import assert_near
 from torch import Tensor
 
-from mambacl.classifiers import NearestMean, Ridge
+from mambacl.classifiers import NearestMean, Ridge, least_squares
 from mambacl.classifiers import ridge as module
-from mambacl.classifiers.least_squares import CURRENT, choose, current_task_errors, generalised_error, lowest, solve
-from mambacl.classifiers.lift import draw
+from mambacl.classifiers.least_squares import CURRENT, STEPS, choose, current_task_errors, first_true, rises, solve
+from mambacl.classifiers.lift import draw, draw_phases
 from mambacl.classifiers.ridge_options import RULES, RidgeOptions, parsed_size
 from mambacl.errors import UserError
 
@@ -42,9 +43,14 @@ def taught(features: Tensor, labels: Tensor, cuts: int = 1, **options: Any) -> R
 
 def joint(features: Tensor, labels: Tensor, test: Tensor, scaled_by: Tensor, ridge: float = 2.0) -> Tensor:
     """Scores of a plain ridge regression in float64."""
-    m, s = scaled_by.double().mean(0), scaled_by.double().std(0, correction=0)
-    h, t = (torch.relu((f.double() - m) / s @ draw(D, WIDTH, 0).double()) for f in (features, test))
+    h, t = (plainly_lifted(f, scaled_by) for f in (features, test))
     return t @ torch.linalg.solve(h.T @ h + ridge * torch.eye(WIDTH), h.T @ F.one_hot(labels).double())
+
+
+def plainly_lifted(features: Tensor, scaled_by: Tensor) -> Tensor:
+    m, s = scaled_by.double().mean(0), scaled_by.double().std(0, correction=0)
+    projection = 0.2 * draw(D, WIDTH, 0)  # float32 numbers
+    return torch.cos((features.double() - m) / s @ projection.double() + draw_phases(WIDTH, 0).double())
 
 
 ALIKE = 100 * D * WIDTH
@@ -199,7 +205,9 @@ def test_a_state_in_the_middle_of_a_task_goes_on() -> None:
         assert resumed.nbytes == made.nbytes
 
 
-@pytest.mark.parametrize("options", [{"seed": 1}, {"activation": "tanh"}, {"width": 41}, {"storage": "int16"}])
+@pytest.mark.parametrize(
+    "options", [{"seed": 1}, {"activation": "tanh"}, {"bandwidth": 0.3}, {"width": 41}, {"storage": "int16"}]
+)
 def test_a_state_of_other_options_is_refused(options: dict[str, Any]) -> None:
     state = taught(*some()).state_dict()
     with pytest.raises(UserError, match="other options"):
@@ -230,7 +238,7 @@ def test_the_state_keeps_to_its_limit(limit: str, storage: str | None) -> None:
     features, labels = some(60, classes=5)
     made = taught(features, labels, width="auto", state_limit=limit, storage=storage, expected_classes=5, ridge=1e3)
     assert 0.97 * parsed_size(limit) < made.nbytes <= parsed_size(limit)
-    assert made.options.storage == (storage or "int16")
+    assert made.options.storage == (storage or "float32")
 
 
 def test_a_limit_and_a_width() -> None:
@@ -274,10 +282,9 @@ def test_blocks_are_classifiers_whose_scores_are_averaged() -> None:
     features, labels = some()
     test, _ = some(7, seed=1)
     made = taught(features, labels, blocks=2)
-    m, s = features.double().mean(0), features.double().std(0, correction=0)
     parts = []
-    for W in draw(D, WIDTH, 0).double().chunk(2, dim=1):
-        h, t = (torch.relu((f - m) / s @ W) for f in (features, test))
+    lifted = (plainly_lifted(f, features).chunk(2, dim=1) for f in (features, test))
+    for h, t in zip(*lifted, strict=True):
         parts.append(t @ torch.linalg.solve(h.T @ h + 2 * torch.eye(20), h.T @ F.one_hot(labels).double()))
     assert_alike(made.scores(test), (parts[0] + parts[1]) / 2)
 
@@ -360,41 +367,94 @@ def sums_of(h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gram, gram.diagonal().clone(), F.one_hot(labels).to(h).T @ h
 
 
-def test_the_generalised_error_from_sums_is_that_of_the_images() -> None:
-    features, labels = some()
-    h, y = features.double(), F.one_hot(labels).double()
-    for ridge in (0.1, 10.0, 1000.0):
-        hat = h @ torch.linalg.solve(h.T @ h + ridge * torch.eye(D), h.T)
-        expected = 120 * (y - hat @ y).square().sum() / (120 - hat.trace()) ** 2
-        found = generalised_error(*sums_of(h, labels), 120, ridge)
-        # The trace of a matrix B of norm |B| is estimated within sqrt(2 / 64) |B|; five times that, twice for a square.
-        assert abs(found / expected - 1) < 10 * (2 / 64) ** 0.5 * hat.norm() / (120 - hat.trace())
+def generalised(h: Tensor, labels: Tensor, ridge: float) -> float:
+    """The generalised error, from the images, in float64."""
+    y = F.one_hot(labels).double()
+    hat = h @ torch.linalg.solve(h.T @ h + ridge * torch.eye(h.shape[1]).double(), h.T)
+    return (len(h) * (y - hat @ y).square().sum() / (len(h) - hat.trace()) ** 2).item()
 
 
-def test_the_lowest_of_a_valley() -> None:
-    for bottom in range(-8, 9):
+def noisy(count: int, units: int) -> tuple[Tensor, Tensor]:
+    """Lifted features with more noise than signal, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(10, 50, generator=generator, dtype=torch.float64)
+    labels = torch.arange(count) % 10
+    features = means[labels] + 4 * torch.randn(count, 50, generator=generator, dtype=torch.float64)
+    return torch.relu(features @ draw(50, units, 0).double()), labels
+
+
+@pytest.mark.parametrize("units", [40, 300])  # fewer units than images, and more
+def test_the_slope_is_that_of_the_generalised_error_of_the_images(units: int) -> None:
+    """Finite differences of the error's logarithm, over ridges from 1e-6 to 1e4 times the mean diagonal. Where the
+    slope is less than the errors of its parts, both answers are right."""
+    h, labels = noisy(200, units)
+    gram, diagonal, sums = sums_of(h, labels)
+    answers = []
+    for power in range(-12, 9):
+        ridge, step = diagonal.mean().item() * 10 ** (power / 2), 1e-4
+        ends = [math.log(generalised(h, labels, ridge * math.exp(sign * step))) for sign in (1, -1)]
+        slope = (ends[0] - ends[1]) / (2 * step)  # by the logarithm of the ridge
+        inverse = torch.linalg.inv(gram + ridge * torch.eye(units).double())
+        free = 200 - units + ridge * inverse.trace()
+        changes = inverse - ridge * inverse @ inverse
+        # The trace of B is estimated with a standard deviation of at most sqrt(2 / 64) |B|; eight of them are allowed,
+        # five for the estimate and three below which a rise does not count. F is off by less than 0.002 of r F'.
+        estimated = 8 * (2 / 64) ** 0.5 * changes.norm()
+        allowed = 2 * ridge * (estimated + 0.002 * changes.trace()) / free
+        found = rises(gram.clone(), diagonal, sums, 200, ridge)
+        if abs(slope) > allowed:
+            assert found == (slope > 0), power
+            answers.append(found)
+    assert len(answers) >= 6 and answers == sorted(answers) and set(answers) == {False, True}
+
+
+def test_the_first_that_holds() -> None:
+    for first in range(-3, 6):
         asked: list[int] = []
-        assert lowest(lambda x, b=bottom, a=asked: a.append(x) or abs(x - b)) == bottom
-        assert len(asked) == len(set(asked)) <= abs(bottom) + 3
-    assert lowest(lambda x: torch.inf if x < 2 else x) == 2  # the arithmetic fails for smaller ridges
-    assert lowest(lambda x: torch.inf) == 8 and lowest(lambda x: -x) == 8 and lowest(lambda x: x) == -8
+        assert first_true(lambda k, f=first, a=asked: a.append(k) or k >= f, -3, 5) == first
+        assert len(asked) <= 4
+    assert first_true(lambda k: False, -3, 5) == 5 and first_true(lambda k: False, 2, 2) == 2
+
+
+def test_the_choice_is_half_a_decade_below_the_least_error() -> None:
+    h, labels = noisy(200, 300)
+    gram, diagonal, sums = sums_of(h, labels)
+    unit = diagonal.mean().item()
+    errors = {step: generalised(h, labels, unit * 10 ** (step / 2)) for step in range(-6, STEPS[1] + 1)}
+    least = min(errors, key=errors.__getitem__)
+    assert -6 < least < STEPS[1]
+    ridge, lower = choose(gram.clone(), diagonal, sums, 200)
+    assert ridge == pytest.approx(unit * 10 ** ((least - 1) / 2))
+    assert_near(lower @ lower.T, gram + ridge * torch.eye(300).double(), 300)
+
+
+def test_a_ridge_that_the_precision_does_not_allow_gives_way_to_the_next() -> None:
+    """A G whose least eigenvalue is -0.02, as rounding can make it: 0.01 would be chosen, 10^-1.5 is the next."""
+    basis = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).double())[0]
+    values = torch.ones(20, dtype=torch.float64)
+    values[0], values[1] = -0.02, 2.02  # the mean is 1
+    gram = basis @ values.diag() @ basis.T
+    diagonal, sums = gram.diagonal().clone(), 990**0.5 * basis[:, 2][None]  # 990 of 1000 images are explained
+    assert least_squares.factor(gram.clone(), diagonal, 0.01) is None
+    assert not rises(gram.clone(), diagonal, sums, 1000, 0.01) and rises(gram.clone(), diagonal, sums, 1000, 0.05)
+    ridge, lower = choose(gram.clone(), diagonal, sums, 1000)
+    assert ridge == pytest.approx(10**-1.5)
+    assert_near(lower @ lower.T, gram + ridge * torch.eye(20).double(), 20)
+    with pytest.raises(UserError, match="not those of finite features"):
+        choose(gram * torch.nan, diagonal, sums, 1000)
 
 
 def test_the_choice_is_near_the_best_ridge_for_other_images() -> None:
     """More units than images, where a ridge matters."""
-    generator = torch.Generator().manual_seed(3)
-    means = torch.randn(10, 50, generator=generator, dtype=torch.float64)
-    labels = torch.arange(1200) % 10
-    h = means[labels] + 4 * torch.randn(1200, 50, generator=generator, dtype=torch.float64)
-    h = torch.relu(h @ draw(50, 300, 0).double())
+    h, labels = noisy(1200, 300)
     gram, diagonal, sums = sums_of(h[:200], labels[:200])
 
     def accuracy(ridge: float) -> float:
         weights = solve(gram, diagonal, sums, ridge)
         return ((h[200:] @ weights.T).argmax(1) == labels[200:]).double().mean().item()
 
-    chosen = choose(gram.clone(), diagonal, sums, 200)
-    assert chosen == choose(gram.clone(), diagonal, sums, 200) == choose(gram.float(), diagonal, sums, 200)
+    chosen, again, in_float32 = (choose(g, diagonal, sums, 200)[0] for g in (gram.clone(), gram.clone(), gram.float()))
+    assert chosen == again == in_float32
     unit = float(diagonal.mean())
     best = max(accuracy(unit * 10.0**power) for power in range(-4, 4))
     assert accuracy(chosen) > best - 0.02 and accuracy(unit * 1e-4) < best - 0.05

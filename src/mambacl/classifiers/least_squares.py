@@ -9,6 +9,7 @@ a decade in most cases, and `choose` takes that. On De-focus nano's features of 
 average; the ridge of the least squared error was 0.8 below.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from mambacl.errors import UserError
 
 PROBES = 64  # random signs, to estimate a trace
 STEPS = (-14, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
+NEAR = 1.1  # ratio of two ridges that give a slope
 FOR_ACCURACY = -1  # steps from the least squared error
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
@@ -48,7 +50,10 @@ def rises(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: floa
 
     With A = G + r I, the residuals of one-hot targets have the sum of squares R = n - tr(Q^T W) - r tr(W^T W), whose
     derivative is 2 r tr(W^T A^-1 W). F = n - tr(G A^-1) = n - units + r tr(A^-1) is the number of images less the
-    degrees of freedom; its derivative is tr(A^-1) - r tr(A^-2). Traces are estimated with fixed random signs.
+    degrees of freedom. With more units than images, both vanish with the ridge and the error has a plateau. So F comes
+    from log det A, whose slope over log r is r tr(A^-1): an estimate would be all noise. The derivative of F,
+    tr(A^-1 G A^-1) = tr(A^-1) - r tr(A^-2), is estimated with fixed random signs, and a rise within three standard
+    errors of it does not count.
     """
     lower = factor(gram, diagonal, ridge)
     if lower is None:
@@ -60,11 +65,22 @@ def rises(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: floa
     again = torch.cholesky_solve(weights, lower).double()
     weights, inverse = weights.double(), inverse.double()
     residual = images - (targets * weights).sum() - ridge * weights.square().sum()
-    trace, square = (signs * inverse).sum() / PROBES, inverse.square().sum() / PROBES
-    free = images - len(gram) + ridge * trace
+    traces = (signs * inverse).sum(0) - ridge * inverse.square().sum(0)
+    change, error = traces.mean(), traces.std() / PROBES**0.5
+    log_det, step = _log_det(lower), math.log(NEAR)
+    del lower  # makes room
+    beside = factor(gram, diagonal, NEAR * ridge)
+    if beside is None:
+        return False
+    between = images - len(gram) + (_log_det(beside) - log_det) / step  # F in the middle of r and NEAR r
+    free = between - step / 2 * ridge * change
     if residual <= 0 or free <= 0:  # rounding, where the ridge is far too small
         return False
-    return bool(2 * ridge * (weights * again).sum() / residual > 2 * (trace - ridge * square) / free)
+    return bool(2 * ridge * (weights * again).sum() / residual > 2 * (change + 3 * error) / free)
+
+
+def _log_det(lower: Tensor) -> Tensor:
+    return 2 * lower.diagonal().double().log().sum()
 
 
 def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
