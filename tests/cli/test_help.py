@@ -24,8 +24,18 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_help_of_train_fits_a_screen_and_names_every_group_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "train", "--help")
     assert len(text.splitlines()) <= 24
-    for group in ("run", "nullspace", "nullspace.W_delta", "training", "stream", "stream.transforms", "options"):
+    for group in (
+        "run",
+        "nullspace",
+        "nullspace.W_delta",
+        "training",
+        "stream",
+        "stream.transforms",
+        "options",
+        "features",
+    ):
         assert f"\n  {group} " in text
+    assert "\n  options             the method's options; also backbone_options, classifier_options\n" in text
     assert all(name in text for name in preset_names())
 
 

@@ -135,7 +135,8 @@ def _option(name: str, option: Option, sentence: str) -> Iterator[str]:
 
 
 def _groups() -> list[str]:
-    """One line per group; groups of the same type, such as those of the kinds of parameters, share a line."""
+    """One line per group; groups of the same type, such as those of the kinds of parameters, share a line. So do the
+    options of method, classifier and model."""
     from mambacl.config import preset_names
 
     names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
@@ -147,8 +148,8 @@ def _groups() -> list[str]:
             also = f"; also {', '.join(other.rpartition('.')[2] for other in alike)}" if alike else ""
             summary = _summary(option.kind)
             lines += _row(name, summary[0].lower() + summary[1:] + also)
-        elif name in _mappings():
-            lines += _row(name, _sentence(name))
+        elif name == "options":
+            lines += _row(name, f"{_sentence(name)}; also {', '.join(o for o in _mappings() if o != name)}")
     return [*lines, *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]  # all within 24 lines
 
 
