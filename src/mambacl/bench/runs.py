@@ -35,7 +35,8 @@ def configuration(
     sizes: Sizes, root: Path | None, device: str, folder: Path, changes: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The configuration: CIFAR-100 if `root` has its files, else the packaged images."""
-    overrides = merge(merge(sizes.run, {"device": device, "out": str(folder)}), changes or {})
+    fixed = {"method": "mamba-cl", "device": device, "out": str(folder)}
+    overrides = merge(merge(sizes.run, fixed), changes or {})
     if root is None:
         return resolve(PACKAGED, overrides)
     return resolve(CIFAR, merge(overrides, {"stream": {"root": str(root)}}))
@@ -66,8 +67,10 @@ def measure(clock: Clock, sizes: Sizes, root: Path | None = None) -> Result:
 def compare_precisions(
     preset: str | Mapping[str, Any], root: Path | None, out: Path, seeds: int, device: str
 ) -> Result:
-    """Trains a preset with each precision and seed. `root` has the data set's files."""
-    changes: dict[str, Any] = {"device": device} | ({} if root is None else {"stream": {"root": str(root)}})
+    """Trains a preset by Mamba-CL with each precision and seed. `root` has the data set's files."""
+    changes: dict[str, Any] = {"method": "mamba-cl", "device": device} | (
+        {} if root is None else {"stream": {"root": str(root)}}
+    )
     found: dict[str, list[Run]] = {name: [] for name in PRECISIONS}
     for seed in range(seeds):
         for name, runs in found.items():
