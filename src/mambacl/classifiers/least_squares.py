@@ -10,7 +10,6 @@ below the best ridge on average; the ridge of the least squared error was 0.66 b
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from mambacl.errors import UserError
 
 PROBES = 64  # random signs, to estimate a trace
-LARGEST_STEP = 8  # ridges are 10^(step / 2) times G's mean diagonal; the best is between steps -3 and 2 in practice
+STEPS = (-14, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
 FOR_ACCURACY = -1  # steps from the least squared error
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
@@ -36,47 +35,58 @@ def solve(gram: Tensor, diagonal: Tensor, sums: Tensor, ridge: float) -> Tensor:
     lower = factor(gram, diagonal, ridge)
     if lower is None:
         raise UserError(f"The ridge {ridge:g} is too small for sums in this precision: set a larger one, or auto.")
+    return solution(lower, sums)
+
+
+def solution(lower: Tensor, sums: Tensor) -> Tensor:
+    """W (classes, units) from the Cholesky factor and Q (classes, units)."""
     return torch.cholesky_solve(sums.T.to(lower.dtype), lower).T
 
 
-def generalised_error(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: float) -> float:
-    """Estimates the squared error per new image: images * (sum of squared residuals) / (images - degrees of freedom)^2.
+def rises(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: float) -> bool:
+    """Whether the generalised error, images * R / F^2, rises with the ridge r at this point.
 
-    With A = G + r I, the residuals of one-hot targets have the sum of squares n - tr(Q^T W) - r tr(W^T W), and the
-    degrees of freedom are tr(G A^-1) = units - r tr(A^-1), estimated with fixed random signs.
+    With A = G + r I, the residuals of one-hot targets have the sum of squares R = n - tr(Q^T W) - r tr(W^T W), whose
+    derivative is 2 r tr(W^T A^-1 W). F = n - tr(G A^-1) = n - units + r tr(A^-1) is the number of images less the
+    degrees of freedom; its derivative is tr(A^-1) - r tr(A^-2). Traces are estimated with fixed random signs.
     """
     lower = factor(gram, diagonal, ridge)
     if lower is None:
-        return torch.inf
+        return False
     signs = torch.randint(2, (len(gram), PROBES), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     signs, targets = signs.to(lower), sums.T.to(lower)
-    solved = torch.cholesky_solve(torch.cat([targets, signs], dim=1), lower).double()
+    solved = torch.cholesky_solve(torch.cat([targets, signs], dim=1), lower)
     weights, inverse = solved.split([targets.shape[1], PROBES], dim=1)
+    again = torch.cholesky_solve(weights, lower).double()
+    weights, inverse = weights.double(), inverse.double()
     residual = images - (targets * weights).sum() - ridge * weights.square().sum()
-    free = images - len(gram) + ridge * (signs * inverse).sum() / PROBES
-    # Rounding can make either negative where the ridge is far too small.
-    return float(images * residual / free.square()) if residual > 0 and free > 0 else torch.inf
+    trace, square = (signs * inverse).sum() / PROBES, inverse.square().sum() / PROBES
+    free = images - len(gram) + ridge * trace
+    if residual <= 0 or free <= 0:  # rounding, where the ridge is far too small
+        return False
+    return bool(2 * ridge * (weights * again).sum() / residual > 2 * (trace - ridge * square) / free)
 
 
-def lowest(value: Callable[[int], float]) -> int:
-    """The integer where a function with one valley is lowest: goes downhill from 0."""
-    value, here = cache(value), 0
-    while value(here) == torch.inf and here < LARGEST_STEP:  # the arithmetic fails where the ridge is too small
-        here += 1
-    while -LARGEST_STEP < here < LARGEST_STEP:
-        best = min((here, here - 1, here + 1), key=value)
-        if best == here:
-            break
-        here = best
-    return here
+def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The first integer from low to high that a condition holds for, if it holds for all behind it; high if for none
+    before."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
-def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> float:
-    """The ridge, by the lowest generalised error: three or four factorisations in most cases.
-    Float32 is enough: it agrees with float64 to 4 digits for the smallest ridges and 6 where it matters."""
+def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> tuple[float, Tensor]:
+    """The ridge, and the Cholesky factor for it: of the ridges tried, the one with the lowest generalised error, moved
+    by FOR_ACCURACY, or the next larger one that the precision of the sums allows."""
     unit = float(diagonal.mean()) or 1.0
-    step = lowest(lambda step: generalised_error(gram, diagonal, sums, images, unit * 10 ** (step / 2)))
-    return unit * 10 ** ((step + FOR_ACCURACY) / 2)
+    step = first_true(lambda k: rises(gram, diagonal, sums, images, unit * 10 ** ((k + 0.5) / 2)), *STEPS)
+    for larger in range(step + FOR_ACCURACY, STEPS[1] + 1):
+        ridge = unit * 10 ** (larger / 2)
+        lower = factor(gram, diagonal, ridge)
+        if lower is not None:
+            return ridge, lower
+    raise UserError("The sums of the ridge classifier are not those of finite features: fit it again.")
 
 
 def current_task_errors(lifted: Tensor, targets: Tensor, share: float) -> Tensor:

@@ -39,7 +39,7 @@ from mambacl.classifiers import gram as storage_of
 from mambacl.classifiers import least_squares
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.gram import Gram
-from mambacl.classifiers.lift import draw, fit_scale, lift
+from mambacl.classifiers.lift import draw, draw_phases, fit_scale, lift
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.classifiers.ridge_options import RidgeOptions, resolved
 from mambacl.errors import UserError
@@ -67,7 +67,8 @@ class Ridge(StatisticsClassifier):
     waiting: Tensor  # features (n, d) that are not in G and Q yet
     waiting_labels: Tensor
     identity: Tensor  # recognises the lift
-    projection: Tensor | None  # W (d, units), not saved
+    projection: Tensor | None  # W (d, units), times the bandwidth; not saved
+    phases: Tensor | None  # b (units,), with cosines; not saved
 
     def __init__(self, num_features: int, **options: Any) -> None:
         super().__init__(num_features)
@@ -92,6 +93,7 @@ class Ridge(StatisticsClassifier):
         for name, tensor in empty.items():
             self.register_buffer(name, tensor)
         self.register_buffer("projection", None, persistent=False)
+        self.register_buffer("phases", None, persistent=False)
         self._arrived: list[tuple[Tensor, Tensor]] = []  # joins `waiting` when needed
         self._arrived_bytes = 0
         self._solved = True
@@ -242,21 +244,28 @@ class Ridge(StatisticsClassifier):
                 if isinstance(given, float):
                     self.ridge.fill_(given)
                 elif place == 0 and (given == "auto" or not self.ridge):  # the other blocks are of the same kind
-                    self.ridge.fill_(least_squares.choose(whole.float(), diagonal, sums[:, block], images))
+                    chosen, lower = least_squares.choose(whole, diagonal, sums[:, block], images)
+                    self.ridge.fill_(chosen)
+                    parts.append(least_squares.solution(lower, targets[:, block]))
+                    continue
                 parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
         self._solved = True
 
     def _draw(self) -> Tensor | None:
         if self.options.width and self.projection is None:
-            drawn = draw(self.num_features, self.units, self.options.seed, str(self.options.distribution))
-            self.projection = drawn.to(self.sums.device, self.dtype)
+            options, device = self.options, self.sums.device
+            drawn = draw(self.num_features, self.units, options.seed, str(options.distribution), device)
+            self.projection = drawn.mul_(float(options.bandwidth or 1.0)).to(self.dtype)
+            if options.activation == "cos":
+                self.phases = draw_phases(self.units, options.seed, device).to(self.dtype)
         return self.projection
 
     def lifted(self, features: Tensor) -> Tensor:
         """h (b, units)"""
         with float32_products(tf32=False), full_precision(features):
-            return lift(features.to(self.dtype), self.center, self.scale, self._draw(), str(self.options.activation))
+            x, drawn = features.to(self.dtype), self._draw()
+            return lift(x, self.center, self.scale, drawn, str(self.options.activation), self.phases)
 
     @torch.no_grad()
     def forward(self, features: Tensor) -> Tensor:
@@ -287,8 +296,9 @@ class Ridge(StatisticsClassifier):
 
     def _identity(self) -> Tensor:
         """A checksum of the options that a state depends on, and the first values of W."""
-        chosen = (self.num_features, self.options.width, self.options.activation, self.options.distribution,
-                  self.options.seed, self.options.blocks, self.options.storage)  # fmt: skip
+        options = self.options
+        chosen = (self.num_features, options.width, options.activation, options.bandwidth, options.distribution,
+                  options.seed, options.blocks, options.storage)  # fmt: skip
         drawn = self._draw()
         first = [] if drawn is None else drawn.flatten()[:4].tolist()
         return torch.tensor([zlib.crc32(repr(chosen).encode()), *first], dtype=torch.float64, device=self.sums.device)

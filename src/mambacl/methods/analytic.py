@@ -3,6 +3,7 @@ takes in each task in one pass; RanPAC and ACIL belong to this family."""
 
 from typing import ClassVar
 
+from mambacl.classifiers import CLASSIFIERS, Classifier, SeparateHeads, TaskHeads
 from mambacl.errors import UserError
 from mambacl.methods.base import Method, Task
 from mambacl.methods.registry import METHODS
@@ -15,12 +16,19 @@ class Analytic(Method):
     own_depths: ClassVar[str | int] = "all"
     trains: ClassVar[bool] = False
 
-    def start_task(self, task: Task) -> None:
-        if self.classifier.trains:
+    def make_classifier(self) -> Classifier:
+        named = self.setup.classifier
+        if named != "auto" and CLASSIFIERS.get(named).trains:
             raise UserError(
-                f"The method 'analytic' trains nothing, but the classifier '{self.classifier.name}' has to be trained: "
-                "choose the method frozen, or a classifier such as ridge."
+                f"The method 'analytic' trains nothing, but the classifier '{named}' has to be trained: choose the "
+                "method frozen, or a classifier that is computed from features, such as ridge."
             )
+        return super().make_classifier()
+
+    def make_heads(self) -> TaskHeads:
+        return SeparateHeads(self.num_features)  # stays empty
+
+    def start_task(self, task: Task) -> None:
         self.classifier.add_task(task.first_label + task.classes - self.classifier.classes, task.seed)
         self.classifier.to(self.device)
 
