@@ -18,6 +18,7 @@ from mambacl.errors import UserError
 
 PROBES = 64  # random signs, to estimate a trace
 STEPS = (-14, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
+STRIDE = 4  # steps
 FOR_ACCURACY = -1  # steps from the least squared error
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
@@ -80,7 +81,17 @@ def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> tuple[f
     """The ridge, and the Cholesky factor for it: of the ridges tried, the one with the lowest generalised error, moved
     by FOR_ACCURACY, or the next larger one that the precision of the sums allows."""
     unit = float(diagonal.mean()) or 1.0
-    step = first_true(lambda k: rises(gram, diagonal, sums, images, unit * 10 ** ((k + 0.5) / 2)), *STEPS)
+
+    def past(step: int) -> bool:
+        """Whether the valley is at this step or before."""
+        return rises(gram, diagonal, sums, images, unit * 10 ** ((step + 0.5) / 2))
+
+    # From above: with fewer images than units, the error falls again for ridges far below the valley.
+    high = STEPS[1]
+    low = high - STRIDE
+    while low >= STEPS[0] and past(low):
+        low, high = low - STRIDE, low
+    step = first_true(past, max(low + 1, STEPS[0]), high)
     for larger in range(step + FOR_ACCURACY, STEPS[1] + 1):
         ridge = unit * 10 ** (larger / 2)
         lower = factor(gram, diagonal, ridge)
