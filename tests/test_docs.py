@@ -1,12 +1,21 @@
-"""The documentation's code runs."""
+"""The documentation's code runs, and its tables show what was recorded."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[1] / "docs"
+import mambacl
+from mambacl.bench.page import MARKED, accuracies, with_tables
+from mambacl.errors import UserError
+
+SOURCE = Path(__file__).parents[1]
+DOCS = SOURCE / "docs"
+WITH_TABLES = [page for page in [SOURCE / "README.md", *sorted(DOCS.glob("*.md"))] if MARKED.search(page.read_text())]
+DEMO = json.loads((DOCS / "results" / "demo.json").read_text(encoding="utf-8"))["rows"]
+MARGIN = 3  # points beyond the range that seeds and CPUs have given
 
 
 def test_the_loop_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +26,35 @@ def test_the_loop_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     exec(code, names)
     assert names["logits"].shape == (10, 5) and (tmp_path / "space.safetensors").exists()
     assert names["space"].tasks == 2
+
+
+# Tables
+
+
+@pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.name)
+def test_tables_show_what_was_recorded(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_tables(text, page.parent) == text, f"run python -m mambacl.bench.page {page.relative_to(SOURCE)}"
+
+
+def test_pages_with_results_take_them_from_files() -> None:
+    assert {"README.md", "settings.md", "speed.md"} <= {page.name for page in WITH_TABLES}
+
+
+def test_a_table_of_accuracies() -> None:
+    rows = {"a": {"what": "A", "final": [40.0, 0.25], "moved": "3%"}, "b": {"what": "B", "final": 7}, "c": {"what": "C"}}
+    record = {"unit": "per cent", "rows": rows, "tables": {"some": {"columns": ["final", "moved"], "rows": ["b", "a"]}}}
+    lines = ["| per cent | final | moved |", "| --- | --- | --- |", "| B | 7.0 |  |", "| A | 40.0±0.2 | 3% |", ""]
+    assert accuracies(record, "some") == "\n".join(lines)
+    with pytest.raises(UserError, match="no table 'other'; known: some"):
+        accuracies(record, "other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [name for name, row in DEMO.items() if "run" in row])
+def test_the_demo_gives_the_recorded_accuracy(row: str, tmp_path: Path) -> None:
+    """Trained rows differ between CPUs and seeds; their range is recorded beside them."""
+    low, high = DEMO[row]["range over seeds and CPUs"]
+    assert low <= DEMO[row]["final accuracy"] <= high
+    found = 100 * mambacl.train("demo", **DEMO[row]["run"], out=str(tmp_path / "run")).metrics["final_accuracy_tasks"]
+    assert low - MARGIN <= found <= high + MARGIN

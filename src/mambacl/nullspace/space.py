@@ -52,10 +52,10 @@ class NullSpace:
         ...                        # train one task as usual
         space.consolidate(loader)  # after each task
 
-    `setting`: "paper" (default), "public-code", "exact" or a `Setting`; `overrides` change its fields. The rank rules of
-    "paper" and "public-code" protect few directions of real images' features; "exact" alone protects nearly all of them
-    and leaves little to learn with: hence the rank above. `leave`: modules to ignore, e.g. the classifier; parameters
-    added to the model later are ignored, too. `folder`: for covariances kept on disk.
+    `setting`: "paper" (default), "public-code", "exact" or a `Setting`; `overrides` change its fields. On real images
+    the rank rules of "paper" and "public-code" protect few directions, and that of "exact" leaves nearly none to learn
+    with: hence the rank above. `leave`: modules to ignore, e.g. the classifier; parameters added to the model later are
+    ignored, too. `folder`: for covariances kept on disk.
     """
 
     def __init__(
