@@ -42,9 +42,9 @@ def test_pages_with_results_take_them_from_files() -> None:
 
 
 def test_a_table_of_accuracies() -> None:
-    rows = {"a": {"what": "A", "final": [40.0, 0.25], "moved": "3%"}, "b": {"what": "B", "final": 7}, "c": {"what": "C"}}
+    rows = {"a": {"what": "A", "final": [40.0, 0.26], "moved": "3%"}, "b": {"what": "B", "final": 7}, "c": {}}
     record = {"unit": "per cent", "rows": rows, "tables": {"some": {"columns": ["final", "moved"], "rows": ["b", "a"]}}}
-    lines = ["| per cent | final | moved |", "| --- | --- | --- |", "| B | 7.0 |  |", "| A | 40.0±0.2 | 3% |", ""]
+    lines = ["| per cent | final | moved |", "| --- | --- | --- |", "| B | 7.0 |  |", "| A | 40.0±0.3 | 3% |", ""]
     assert accuracies(record, "some") == "\n".join(lines)
     with pytest.raises(UserError, match="no table 'other'; known: some"):
         accuracies(record, "other")

@@ -37,7 +37,8 @@ def with_tables(page: str, folder: Path) -> str:
         if not path.is_file():
             raise UserError(f"{path} does not exist: record it with `mambacl bench against --json {path}`.")
         record = json.loads(path.read_text(encoding="utf-8"))
-        return match["begin"] + (accuracies(record, match["name"]) if match["name"] else markdown(record)) + match["end"]
+        lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
+        return match["begin"] + lines + match["end"]
 
     return MARKED.sub(table, page)
 
