@@ -4,8 +4,11 @@ import logging
 
 import pytest
 import torch
+from data_help import MEAN, STD
 from torch import Tensor, nn
 
+from mambacl.backbones import create_model
+from mambacl.data import StreamConfig, TransformConfig, open_stream
 from mambacl.nullspace import NullSpace
 from mambacl.nullspace.description import Protected, what_is_protected
 from mambacl.nullspace.projectors import decompose
@@ -99,3 +102,15 @@ def test_the_description_says_it_before_there_are_images(tiny_model) -> None:
     said = {name: NullSpace(tiny_model(), name).describe() for name in ("paper", "exact")}
     assert "rank by corner (on real images it protects few directions, energy:0.99 more)" in said["paper"]
     assert "few directions" not in said["exact"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting, overrides, little", [("paper", {}, True), ("exact", {"rank": "energy:0.99"}, False)])
+def test_the_packaged_model_on_real_images(setting: str, overrides: dict, little: bool) -> None:
+    """The paper's rule protects two or three of 384 directions; what docs/exact.md says."""
+    config = StreamConfig(tasks=5, train_per_class=50, transforms=TransformConfig(image_size=16))
+    stream = open_stream(config, 16, MEAN, STD, seed=0, workers=0)
+    space = NullSpace(create_model("defocus_mamba_nano", pretrained=True, img_size=16), setting, **overrides)
+    space.consolidate(stream.plain_batches(0, 100))
+    assert space.protected is not None and space.protected.size == 384
+    assert space.protected.little == little and (space.protected.directions <= 4) == little
