@@ -1,6 +1,7 @@
 """The documentation's code runs, and its tables show what was recorded."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -48,6 +49,27 @@ def test_a_table_of_accuracies() -> None:
     assert accuracies(record, "some") == "\n".join(lines)
     with pytest.raises(UserError, match="no table 'other'; known: some"):
         accuracies(record, "other")
+
+
+def speeds(file: str, systems: tuple[str, ...], call: str) -> dict[tuple[str, str], float]:
+    """By shape and type of inputs: how many times as long the fastest of these systems takes."""
+    found: dict[tuple[str, str], float] = {}
+    for row in json.loads((DOCS / "results" / file).read_text(encoding="utf-8"))["rows"]:
+        if row["system"] in systems:
+            key = row["shape"], row["inputs"]
+            found[key] = min(found.get(key, math.inf), row[f"theirs_/_ours_{call}"])
+    return found
+
+
+def test_the_readme_quotes_the_recorded_speeds() -> None:
+    line = next(line for line in (SOURCE / "README.md").read_text(encoding="utf-8").split("\n") if "| speed |" in line)
+    gpu = speeds("against-h200.json", ("mamba-ssm",), "forward_and_backward")
+    cpu = speeds("against-cpu.json", ("ONNX Runtime", "OpenVINO"), "forward").values()
+    vmamba = [value for (shape, _), value in gpu.items() if shape.startswith("vmamba")]
+    pairs = [[gpu[shape, inputs] for inputs in ("float32", "bfloat16")] for shape in ("defocus-l", "vim-s", "language")]
+    quoted = [float(figure) for figure in re.findall(r"\b\d\.\d\b", line)]
+    recorded = [*pairs[0], *pairs[1], min(vmamba), max(vmamba), *pairs[2], min(cpu), max(cpu)]
+    assert quoted == pytest.approx(recorded, abs=0.0501)  # one decimal
 
 
 @pytest.mark.slow
