@@ -163,6 +163,10 @@ class Method:
         """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
         return []
 
+    def protected(self) -> dict[str, Any]:
+        """For results.json: how much of earlier tasks' features is protected; empty if nothing is."""
+        return {}
+
     def predict(self, images: Tensor) -> Tensor:
         """Scores of all classes seen so far, by label."""
         return self.classifier.scores(self.classifier_input(images))

@@ -317,6 +317,7 @@ class Loop:
             "correct": position.correct,
             "total": total,
             "metrics": all_metrics(position.correct, total),
+            **({"protected": protected} if (protected := self.method.protected()) else {}),
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
