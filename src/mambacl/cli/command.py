@@ -1,8 +1,9 @@
 """A command is a typed function; this file reads its arguments from the command line.
 
 Its positional parameters are words in order, its keyword-only parameters are options. A bool is a flag, a list is an
-option that can be repeated, a tuple is an option with several values. `**overrides` takes any option of a run, or
-of another configuration, as a nested mapping. Type hints define types, constraints and help texts: see `mambacl.options`.
+option that can be repeated, a tuple is an option with several values. `**overrides` takes any option of the
+command's configuration, usually a run's, as a nested mapping. Type hints define types, constraints and help texts: see
+`mambacl.options`.
 """
 
 from __future__ import annotations

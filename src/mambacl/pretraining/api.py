@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def pretrain(
         if existing is None:
             _clear(folder, config)
             write_bytes(folder.path / CONFIG, config.as_yaml().encode())
-        with terminable(), arithmetic(RunConfig(precision=config.precision, fast=config.fast)), _cudnn(job.device):
+        with terminable(), arithmetic(RunConfig(precision=config.precision, fast=config.fast)), _fastest_convolutions():
             job.restore()
             try:
                 job.run()
@@ -150,19 +150,25 @@ def _model_options(config: PretrainConfig, dataset: DataSet) -> dict[str, Any]:
     return options
 
 
-def _cudnn(device: torch.device) -> Any:
-    """On a GPU, cuDNN tries its convolutions and keeps the fastest: shapes never change."""
-    return torch.backends.cudnn.flags(enabled=True, benchmark=True) if device.type == "cuda" else nullcontext()
+@contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """On a GPU, cuDNN tries its algorithms and keeps the fastest: shapes never change."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _export(job: Pretraining) -> Pretrained:
     """Writes the weights, evaluates what the file holds, and writes the card."""
     config, folder = job.config, job.folder
     accuracy = job.evaluate(job.position.epoch)
-    trained = {name for name, parameter in job.model.named_parameters() if parameter in job.optimizer.state}
     parameters = dict(job.model.named_parameters())
-    state = {name: tensor for name, tensor in job.average.model.state_dict().items()
-             if name in trained or name not in parameters}  # without heads that the classifier does not use  # fmt: skip
+    # without parameters that had no gradient, such as a head that the classifier does not use
+    untrained = {name for name, parameter in parameters.items() if parameter not in job.optimizer.state}
+    state = {name: value for name, value in job.average.model.state_dict().items() if name not in untrained}
     weights = folder.path / f"{config.backbone}.safetensors"
     write_weights(weights, state)
     options = {**config.backbone_options, "num_classes": job.classes}
@@ -172,7 +178,7 @@ def _export(job: Pretraining) -> Pretrained:
     transforms = config.stream.transforms
     facts = Facts(
         weights=weights.name,
-        parameters=sum(parameters[name].numel() for name in trained),
+        parameters=sum(value.numel() for name, value in parameters.items() if name not in untrained),
         classes=job.classes,
         train_images=stream.train_count(0),
         test_images=stream.test_counts()[0],

@@ -97,9 +97,8 @@ def card(config: PretrainConfig, facts: Facts) -> str:
 
 def _recipe(config: PretrainConfig) -> dict[str, Any]:
     """The options that made the weights, by name."""
-    left_out = (*EXECUTION, "backbone", "backbone_options", "stream", "evaluate_every", "precision")
-    if config.minutes is not None:
-        left_out = (*left_out, "epochs")
+    left_out = [*EXECUTION, "backbone", "backbone_options", "stream", "evaluate_every", "precision"]
+    left_out += ["epochs"] if config.minutes is not None else []
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in left_out}
     transforms = config.stream.transforms
     return {**{n: v for n, v in values.items() if v is not None}, "stream.transforms.augment": transforms.augment}

@@ -116,7 +116,7 @@ def from_options(options: Mapping[str, Any]) -> PretrainConfig:
     if config.stream.root is None:
         if config.stream.dataset == "folders":
             raise UserError(
-                "Say which images to train on: --stream.root DIR for your own, with DIR/train/CLASS and DIR/test/CLASS, "
+                "Name the images to train on: --stream.root DIR for your own, in DIR/train/CLASS and DIR/test/CLASS, "
                 "or --stream.dataset NAME (`mambacl data list`)."
             )
         return config
