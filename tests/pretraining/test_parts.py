@@ -164,6 +164,18 @@ def test_what_decays(name: str) -> None:
     assert [n for n in other if id(named[n]) not in known] == []
 
 
+# The models
+
+
+@pytest.mark.parametrize("name", ["defocus_mamba_nano", "vim_mini", "vmamba_mini", "mambavision_mini"])
+def test_the_small_models_take_32_pixels_and_have_comparable_sizes(name: str) -> None:
+    with torch.device("meta"):
+        model = create_model(name)
+        logits = model.eval()(torch.empty(2, 3, 32, 32))
+    assert logits.shape == (2, 200) and model.default_cfg["input_size"] == (3, 32, 32)
+    assert 3e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
+
+
 # The export
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
@@ -60,7 +59,7 @@ def mix_images(images: Tensor, mix: Mix | None) -> Tensor:
 
 def soft_targets(labels: Tensor, classes: int, mix: Mix | None, smoothing: float) -> Tensor:
     """The share of each class, (n, classes) in float32. Each row sums to 1."""
-    targets = F.one_hot(labels, classes).float()
+    targets = torch.zeros(len(labels), classes, device=labels.device).scatter_(1, labels.unsqueeze(1), 1.0)
     if mix is not None:
         targets = torch.lerp(targets.flip(0), targets, mix.own)
     return targets.mul_(1 - smoothing).add_(smoothing / classes)
