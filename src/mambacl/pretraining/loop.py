@@ -94,7 +94,7 @@ class Pretraining:
         self.background = Background(recorded)
         self.position = Position()
         self.steps_per_epoch = max(1, stream.train_count(0) // config.batch_size)
-        self._saved_at = clock()
+        self._saved_at, self._saved_epoch = clock(), 0
 
     def _optimizer(self) -> tuple[list[str], torch.optim.Optimizer]:
         """AdamW, which clips the gradients before its step and updates the average after it."""
@@ -136,7 +136,8 @@ class Pretraining:
             if (epoch + 1) % self.config.evaluate_every == 0 and self.position.progress < 1:
                 self.evaluate(epoch + 1)
             self._save()
-        self.position.spent = schedule.spent()
+        if self._saved_epoch < self.position.epoch:
+            self._save(last=True)
         self.background.wait()
 
     def _schedule(self) -> Schedule:
@@ -206,12 +207,14 @@ class Pretraining:
 
     # Checkpoints
 
-    def _save(self) -> None:
-        """After each epoch. On a GPU it is written in the background, and not more often than CHECKPOINT_EVERY."""
+    def _save(self, last: bool = False) -> None:
+        """After each epoch. On a GPU it is written in the background, and not more often than CHECKPOINT_EVERY, except
+        for the last."""
         now = self.clock()
-        if self.background.on and (self.background.busy or now - self._saved_at < CHECKPOINT_EVERY):
+        recent = self.background.busy or now - self._saved_at < CHECKPOINT_EVERY
+        if self.background.on and recent and not last:
             return
-        self._saved_at = now
+        self._saved_at, self._saved_epoch = now, self.position.epoch
         self.position.metrics_length = self.folder.events_length()
         parts = {"model": self.model.state_dict(), "average": self.average.model.state_dict(),
                  "optimizer": checkpoints.optimizer_tensors(self.optimizer, self.names)}  # fmt: skip
@@ -248,6 +251,6 @@ class Pretraining:
             raise UserError(f"{path} cannot be continued ({error}): start again with --overwrite.") from None
         checkpoints.load_optimizer(self.optimizer, self.names, parts["optimizer"])
         checkpoints.restore_random_state(parts["random"], text["random"])
-        self.position = position
+        self.position, self._saved_epoch = position, position.epoch
         self.folder.truncate_events(position.metrics_length)
         logger.info("Continuing %s after epoch %d.", self.folder.path, position.epoch)

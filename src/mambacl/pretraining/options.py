@@ -47,7 +47,7 @@ class PretrainConfig(Options):
     """train for this long instead of a number of epochs; the learning rate follows the clock"""
     batch_size: Count = 512
     """images per step; the last, smaller batch of an epoch is left out"""
-    lr: Amount = 2e-3
+    lr: Amount = 1.5e-3
     """learning rate of AdamW after the warm-up"""
     final_lr: Share = 0.005
     """share of the learning rate that is left at the end of the cosine"""
