@@ -4,7 +4,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,9 @@ def pretrain(
                 raise
             except (TrainingError, UserError) as error:
                 raise TrainingError(f"{error} (The last checkpoint is in {folder.path}.)") from error
+            finally:
+                with suppress(OSError):  # a full disk may have stopped the training
+                    job.background.wait()
             return _export(job)
 
 
@@ -186,7 +189,7 @@ def _export(job: Pretraining) -> Pretrained:
         mean=tuple(transforms.mean or data["mean"]),
         std=tuple(transforms.std or data["std"]),
         fingerprint=job.fingerprint,
-        epochs=job.position.epoch,
+        epochs=job.position.steps / job.steps_per_epoch,
         steps=job.position.steps,
         seconds=job.position.spent,
         accuracy=accuracy,

@@ -41,7 +41,7 @@ class Facts:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fingerprint: str
-    epochs: int
+    epochs: float
     steps: int
     seconds: float
     accuracy: Mapping[str, float]
@@ -80,7 +80,7 @@ def card(config: PretrainConfig, facts: Facts) -> str:
         f"- **Accuracy** top-1 on the test images: {facts.accuracy['file']:.2%} with this file. The average of the "
         f"weights in single precision: {facts.accuracy['ema']:.2%}; the weights of the last step: "
         f"{facts.accuracy['raw']:.2%}.",
-        f"- **Training** from random weights: {facts.epochs} epochs ({facts.steps:,} steps) in "
+        f"- **Training** from random weights: {facts.epochs:.1f} epochs ({facts.steps:,} steps) in "
         f"{facts.seconds / 60:.1f} minutes on {facts.device}, {config.precision}.",
         f"- **Input** RGB in 0..1, normalised with mean ({mean}) and deviation ({std}).",
         f"- **Software** commit {facts.commit or 'unknown'}; {versions}.",
