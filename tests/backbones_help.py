@@ -57,3 +57,66 @@ def assert_refused(name, options, message):
     with pytest.raises(UserError) as caught:
         on_meta(name, **options)
     assert message in str(caught.value)
+
+
+DEPTHS = {  # a small model of each family, with several depths
+    "defocus_mamba_nano": {"embed_dim": 16, "depth": 4, "mamba": {"intermediate_size": 64, "time_step_rank": 4}},
+    "vim_nano": {"embed_dim": 16, "depth": 4},
+    "vmamba_nano": {"depths": (1, 2, 1), "dims": 8},
+    "mambavision_nano": {"depths": (1, 1, 2, 2), "dim": 8, "num_heads": (1, 1, 2, 2)},
+}
+
+
+def model_of_depths(family, **options):
+    """Without head and with weights large enough that blocks differ."""
+    torch.manual_seed(0)
+    model = create_model(family, pretrained=False, **{"num_classes": 0, **DEPTHS[family], **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return model
+
+
+def hooked_depths(model, images):
+    """The output of every depth as hooks see it in a plain forward: tokens (b, l, c), or maps with the family's layout.
+    A stage ends before its downsampling."""
+    if hasattr(model, "levels"):  # MambaVision: its blocks work on windows, so take what the next layer gets
+        layers = [(level.downsample, True) for level in model.levels[:-1]] + [(model.norm, True)]
+    elif hasattr(model, "layers") and hasattr(model.layers[0], "downsample"):  # VMamba
+        layers = [(stage.blocks[-1], False) for stage in model.layers]
+    else:
+        layers = [(block, False) for block in (model.layers if hasattr(model, "layers") else model.blocks)]
+    outputs = [None] * len(layers)
+
+    def keep(place, before):
+        return lambda _, inputs, output: outputs.__setitem__(place, inputs[0] if before else output)
+
+    hooks = [layer.register_forward_hook(keep(place, before)) for place, (layer, before) in enumerate(layers)]
+    model(images)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+def split_plainly(model, output, rows, columns):
+    """Class token (b, c) or None, and the map (b, c, h, w), token by token."""
+    if output.dim() == 4:
+        return None, output if hasattr(model, "levels") else output.permute(0, 3, 1, 2)
+    tokens = list(output.unbind(1))
+    has_token = getattr(model, "cls_token", None) is not None
+    place = len(tokens) - 1 if hasattr(model, "blocks") else (len(tokens) - 1) // 2
+    class_token = tokens.pop(place) if has_token else None
+    regions = model.patch_embed.regions
+    image = output.new_empty(len(output), output.shape[2], rows, columns)
+    high, wide = rows // regions, columns // regions
+    places = [
+        (top + row, left + column)
+        for top in range(0, rows, high)
+        for left in range(0, columns, wide)
+        for row in range(high)
+        for column in range(wide)
+    ]
+    for token, (row, column) in zip(tokens, places, strict=True):
+        image[:, :, row, column] = token
+    return class_token, image

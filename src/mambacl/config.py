@@ -1,8 +1,9 @@
 """A run's configuration: dataclasses, resolved from a preset, a file and options, and checked before any work starts.
 
 Later layers override earlier ones: first the named setting and recipe, then the preset or file, after those that it
-`extends`, then the user's options. A layer that names a setting or a recipe starts from it and drops earlier changes to
-another. A layer that names another backbone drops what earlier layers chose for theirs.
+`extends`, then the user's options. What a layer holds for the chosen method under `for_method` follows it. A layer that
+names a setting or a recipe starts from it and drops earlier changes to another. A layer that names another backbone
+drops what earlier layers chose for theirs.
 
 None of this imports PyTorch, unless the user names another backbone than the preset's.
 """
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
+from mambacl.backbones.feature_options import FeatureOptions
 from mambacl.data.config import StreamConfig
 from mambacl.errors import UserError
 from mambacl.files import expanded
@@ -53,7 +55,7 @@ class RunConfig(Options):
 
     name: str = "run"
     """name of the run; default: the name of its preset, file or image folder"""
-    method: str = "mamba-cl"
+    method: str = "analytic"
     """continual-learning method; `mambacl methods` lists them"""
     backbone: str = "defocus_mamba_nano"
     """model to train; `mambacl models` lists them"""
@@ -81,6 +83,8 @@ class RunConfig(Options):
     paper"""
     classifier_options: dict[str, Any] = field(default_factory=dict)
     """the classifier's options"""
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    """what a classifier sees that is computed from features"""
     seed: Annotated[int, between(0, 2**63 - 1)] = 0
     """seed of the classifiers, the order of the images and their augmentation"""
     device: Device = "auto"
@@ -117,7 +121,7 @@ class RunConfig(Options):
 
 def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides: Mapping[str, Any]) -> RunConfig:
     """The complete configuration, from a preset's name, a YAML file, a mapping or a configuration, and overrides."""
-    first, *others = map(_with_given_rules, [*_layers(source), nested(overrides)])
+    first, *others = map(_with_given_rules, _with_method_options([*_layers(source), nested(overrides)]))
     values = {"setting": RunConfig.setting, "recipe": RunConfig.recipe, **first}
     for layer in others:
         dropped = [group for name, group in (("setting", "nullspace"), ("recipe", "training")) if name in layer]
@@ -138,6 +142,18 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Checks names, types and values. Missing options, as in a folder of an earlier version, get their defaults."""
     return build(RunConfig, values, from_text=True)
+
+
+def _with_method_options(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Puts what a layer holds under `for_method` for the chosen method into a layer behind it."""
+    methods = [layer["method"] for layer in layers if "method" in layer]
+    method, made = methods[-1] if methods else RunConfig.method, []
+    for layer in layers:
+        by_method = layer.pop("for_method", {})
+        if not isinstance(by_method, Mapping) or not all(isinstance(entry, Mapping) for entry in by_method.values()):
+            raise UserError("for_method takes the options of each method: `for_method: {sequential: {training: ...}}`.")
+        made += [layer, *([nested(by_method[method])] if method in by_method else [])]
+    return made
 
 
 def _with_given_rules(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mambacl.backbones.layers import (
     check_positive,
     drop_path,
     drop_path_rates,
+    feature_info,
     initialize_linear,
     run_blocks,
 )
@@ -181,6 +182,9 @@ class DefocusMamba(Backbone):
         self.pos_embed = nn.Parameter(pos_embed) if config.use_pos_embed else None
         rates = drop_path_rates(config.drop_path_rate, config.depth)
         self.blocks = nn.ModuleList([Block(config, rate) for rate in rates])
+        names = [f"blocks.{i}" for i in range(config.depth)]
+        self.feature_info = feature_info(names, [config.embed_dim] * len(names), [config.patch_size] * len(names))
+        self.num_prefix_tokens = int(self.cls_token is not None)
         self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
         self.reset_classifier(config.num_classes)
         self.apply(self._initialize)
@@ -213,12 +217,26 @@ class DefocusMamba(Backbone):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """All tokens after the last norm, (b, l, c); the class token, if the model has one, is the last."""
+        return self.final_norm(run_blocks(self.blocks, self.embed(images), self.grad_checkpointing))
+
+    def embed(self, images: Tensor) -> Tensor:
         x = self.patch_embed(self._checked(images))
         if self.pos_embed is not None:
             x = x + self.pos_embed
         if self.cls_token is not None:
             x = torch.cat((x, self.cls_token.expand(len(x), -1, -1).to(x.dtype)), dim=1)
-        return self.norm(run_blocks(self.blocks, x, self.grad_checkpointing))
+        return x
+
+    def run_depth(self, index: int, x: Tensor) -> Tensor:
+        return run_blocks([self.blocks[index]], x, self.grad_checkpointing)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def prefix_and_map(self, x: Tensor, images: Tensor) -> tuple[Tensor | None, Tensor]:
+        patches, prefix = (x, None) if self.cls_token is None else (x[:, :-1], x[:, -1:])
+        height, width = (side // self.config.patch_size for side in images.shape[2:])
+        return prefix, self.patch_embed.in_rows(patches, height, width)
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = tokens.mean(1) if self.cls_token is None else tokens[:, -1]

@@ -20,6 +20,7 @@ from mambacl.backbones.layers import (
     check_positive,
     drop_path,
     drop_path_rates,
+    feature_info,
     initialize_linear,
     mlp,
     run_blocks,
@@ -208,6 +209,11 @@ class Level(nn.Module):
         self.downsample = _downsample(width) if stage < 3 else None
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.run(x)
+        return x if self.downsample is None else self.downsample(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The stage without its downsampling."""
         height, width = x.shape[-2:]
         if self.window:
             x = F.pad(x, (0, -width % self.window, 0, -height % self.window))  # at the right and the bottom
@@ -217,7 +223,7 @@ class Level(nn.Module):
         x = run_blocks(self.blocks, x, self.grad_checkpointing and (bool(self.window) or not self.training))
         if self.window:
             x = from_windows(x, self.window, padded)[:, :, :height, :width]
-        return x if self.downsample is None else self.downsample(x)
+        return x
 
 
 def to_windows(x: Tensor, window: int) -> Tensor:
@@ -236,6 +242,8 @@ def from_windows(x: Tensor, window: int, shape: torch.Size) -> Tensor:
 class MambaVision(Backbone):
     """MambaVision with a head, or without one (`num_classes` = 0)."""
 
+    hierarchical = True
+
     def __init__(self, config: MambaVisionConfig) -> None:
         super().__init__(8 * config.dim, config.resolution, config.crop_pct)
         self.config = config
@@ -243,18 +251,35 @@ class MambaVision(Backbone):
         rates = iter(drop_path_rates(config.drop_path_rate, sum(config.depths)))
         levels = [Level(i, config, [next(rates) for _ in range(depth)]) for i, depth in enumerate(config.depths)]
         self.levels = nn.ModuleList(levels)
+        names = [f"levels.{i}.blocks.{depth - 1}" for i, depth in enumerate(config.depths)]
+        widths, strides = [config.dim << i for i in range(4)], [config.stem_stride << i for i in range(4)]
+        self.feature_info = feature_info(names, widths, strides)
         self.norm = nn.BatchNorm2d(self.num_features)
         self.reset_classifier(config.num_classes)
         self.apply(initialize_linear)  # even dt_proj, unlike Mamba; convolutions keep PyTorch's default
 
     def forward_features(self, images: Tensor) -> Tensor:
         """The last stage's map after the norm, (b, c, h, w)."""
-        if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
-            raise UserError(f"MambaVision needs images of shape (b, 3, height, width), got {tuple(images.shape)}.")
-        x = self.patch_embed(images)
+        x = self.embed(images)
         for level in self.levels:
             x = level(x)
         return self.norm(x)
+
+    def embed(self, images: Tensor) -> Tensor:
+        if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
+            raise UserError(f"MambaVision needs images of shape (b, 3, height, width), got {tuple(images.shape)}.")
+        return self.patch_embed(images)
+
+    def run_depth(self, index: int, x: Tensor) -> Tensor:
+        """A stage ends before its downsampling, as in timm; the next one starts with it."""
+        levels: Any = self.levels
+        return levels[index].run(levels[index - 1].downsample(x) if index else x)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def prefix_and_map(self, x: Tensor, images: Tensor) -> tuple[None, Tensor]:
+        return None, x.permute(0, 2, 3, 1)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = x.mean((2, 3))

@@ -19,6 +19,7 @@ from mambacl.backbones.layers import (
     check_positive,
     drop_path,
     drop_path_rates,
+    feature_info,
     initialize_linear,
     run_blocks,
 )
@@ -216,6 +217,9 @@ class Vim(Backbone):
         # In the public code layer i drops the output of layer i - 1; here each drops its own, at the same rate.
         rates = drop_path_rates(config.drop_path_rate, config.depth)
         self.layers = nn.ModuleList([Block(config, rate) for rate in rates])
+        names = [f"layers.{i}" for i in range(config.depth)]
+        self.feature_info = feature_info(names, [config.embed_dim] * len(names), [config.stride] * len(names))
+        self.num_prefix_tokens = 1
         self.norm_f = RMSNorm(config.embed_dim, config.norm_epsilon)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -230,10 +234,23 @@ class Vim(Backbone):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """All tokens after the last norm, (b, l + 1, c) for l patches; the class token is at index l // 2."""
+        return self.final_norm(run_blocks(self.layers, self.embed(images), self.grad_checkpointing))
+
+    def embed(self, images: Tensor) -> Tensor:
         grid = self._checked(images)
         x = with_middle(self.patch_embed(images), self.cls_token)
-        x = x + resized_positions(self.pos_embed, self.grid_size, grid)
-        return self.norm_f(run_blocks(self.layers, x, self.grad_checkpointing))
+        return x + resized_positions(self.pos_embed, self.grid_size, grid)
+
+    def run_depth(self, index: int, x: Tensor) -> Tensor:
+        return run_blocks([self.layers[index]], x, self.grad_checkpointing)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        return self.norm_f(x)
+
+    def prefix_and_map(self, x: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        half = (x.shape[1] - 1) // 2
+        patches = torch.cat((x[:, :half], x[:, half + 1 :]), dim=1)
+        return x[:, half : half + 1], patches.unflatten(1, self.config.grid(*images.shape[2:]))
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = tokens[:, (tokens.shape[1] - 1) // 2]

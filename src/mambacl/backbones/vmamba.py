@@ -21,6 +21,7 @@ from mambacl.backbones.layers import (
     check_positive,
     drop_path,
     drop_path_rates,
+    feature_info,
     initialize_linear,
     mlp,
     run_blocks,
@@ -268,11 +269,17 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.downsample(run_blocks(self.blocks, x, self.grad_checkpointing))
+        return self.downsample(self.run(x))
+
+    def run(self, x: Tensor) -> Tensor:
+        """The stage without its downsampling."""
+        return run_blocks(self.blocks, x, self.grad_checkpointing)
 
 
 class VMamba(Backbone):
     """VMamba with a head, or without one (`num_classes` = 0). It takes images of any size and shape."""
+
+    hierarchical = True
 
     def __init__(self, config: VMambaConfig) -> None:
         super().__init__(config.widths[-1], config.imgsize, 224 / 256, "classifier.head", config.in_chans)
@@ -284,6 +291,8 @@ class VMamba(Backbone):
             blocks = [Block(config, width, next(rates)) for _ in range(depth)]
             downsample = nn.Identity() if wider is None else _downsample(config, width, wider)
             self.layers.append(Stage(blocks, downsample))
+        names = [f"layers.{i}.blocks.{depth - 1}" for i, depth in enumerate(config.depths)]
+        self.feature_info = feature_info(names, config.widths, [config.patch_size << i for i in range(len(names))])
         self.classifier = nn.ModuleDict({"norm": nn.LayerNorm(self.num_features)})
         self.reset_classifier(config.num_classes)
         self.set_grad_checkpointing(config.use_checkpoint)
@@ -297,10 +306,24 @@ class VMamba(Backbone):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """The last stage's map after the norm, (b, h, w, c)."""
-        x = self.patch_embed(self._checked(images))
+        x = self.embed(images)
         for stage in self.layers:
             x = stage(x)
+        return self.final_norm(x)
+
+    def embed(self, images: Tensor) -> Tensor:
+        return self.patch_embed(self._checked(images))
+
+    def run_depth(self, index: int, x: Tensor) -> Tensor:
+        """A stage ends before its downsampling, as in timm; the next one starts with it."""
+        stages: Any = self.layers
+        return stages[index].run(stages[index - 1].downsample(x) if index else x)
+
+    def final_norm(self, x: Tensor) -> Tensor:
         return self.classifier["norm"](x)
+
+    def prefix_and_map(self, x: Tensor, images: Tensor) -> tuple[None, Tensor]:
+        return None, x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         pooled = x.mean((1, 2))

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mambacl.classifiers.base import Classifier, StatisticsClassifier, TaskHeads
     from mambacl.classifiers.cosine import CosineHeads
     from mambacl.classifiers.nearest_mean import NearestMean
+    from mambacl.classifiers.ridge import Ridge
     from mambacl.classifiers.separate import SeparateHeads
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Classifier",
     "CosineHeads",
     "NearestMean",
+    "Ridge",
     "SeparateHeads",
     "StatisticsClassifier",
     "TaskHeads",
@@ -27,6 +29,7 @@ __getattr__ = attributes(
         **dict.fromkeys(("Classifier", "StatisticsClassifier", "TaskHeads"), "base"),
         "CosineHeads": "cosine",
         "NearestMean": "nearest_mean",
+        "Ridge": "ridge",
         "SeparateHeads": "separate",
     },
 )

@@ -13,5 +13,9 @@ if TYPE_CHECKING:
 CLASSIFIERS: Registry[type[Classifier]] = Registry(
     "classifier",
     "mambacl.classifiers",
-    members("mambacl.classifiers", __file__, besides=("base", "registry", "subspaces")),
+    members(
+        "mambacl.classifiers",
+        __file__,
+        besides=("base", "gram", "least_squares", "lift", "registry", "ridge_options", "subspaces"),
+    ),
 )

@@ -6,7 +6,6 @@ method, derive from it and call `METHODS.add` in a new file in this folder, or i
 entry point group `mambacl.methods`.
 """
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambacl.backbones.feature_options import FeatureOptions
+from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.errors import UserError
 from mambacl.nullspace import Setting
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
@@ -36,6 +38,8 @@ class Setup:
     classifier: str = "auto"
     """auto for the method's default, or a name in `CLASSIFIERS`"""
     classifier_options: Mapping[str, Any] = field(default_factory=dict)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    """what a classifier sees that is computed from features"""
     known_classifier: nn.Linear | None = None
     """for the first task's classes, if the model already knows them"""
     folder: Path | None = None
@@ -61,6 +65,10 @@ class Method:
     options_class: ClassVar[type] = NoOptions
     own_classifier: ClassVar[str] = "separate"
     """the heads that train; they also predict, unless the configuration names another classifier"""
+    own_depths: ClassVar[str | int] = "final"
+    """depths of the features for a classifier that is computed from them, unless the configuration names others"""
+    trains: ClassVar[bool] = True
+    """whether anything trains; if not, tasks have no epochs"""
     recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
 
@@ -71,6 +79,8 @@ class Method:
         self.known_tasks = int(setup.known_classifier is not None)  # tasks in which nothing trains
         self.options = build_config(self.options_class, setup.options, self.name)
         self.tuning = self.make_tuning()
+        depths = setup.features.depths
+        self.reader = FeatureReader(model, self.own_depths if depths == "auto" else depths, setup.features.pool)
         self.classifier = self.make_classifier()  # predicts
         self.heads = self.classifier if isinstance(self.classifier, TaskHeads) else self.make_heads()  # train
 
@@ -91,7 +101,12 @@ class Method:
         named = self.setup.classifier
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
         options = build_config(kind.options_class, self.setup.classifier_options, kind.name)
-        return kind(self.num_features, **asdict(options))
+        if kind.trains and self.reader.indices:
+            raise UserError(
+                f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
+                "classifier that is computed from features, such as ridge."
+            )
+        return kind(self.reader.num_features, **asdict(options))
 
     # One task
 
@@ -115,8 +130,12 @@ class Method:
         return optimizer
 
     def features(self, images: Tensor) -> Tensor:
-        """The input of the classifier, (b, d)."""
+        """The final feature, (b, d), which heads train on."""
         return self.model(images)
+
+    def classifier_input(self, images: Tensor) -> Tensor:
+        """What the classifier gets that predicts, (b, d): features of several depths, or the final one."""
+        return self.reader(images) if self.reader.indices else self.features(images)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch of the current task, and the number of correctly classified images."""
@@ -124,17 +143,20 @@ class Method:
         labels = labels - (self.heads.classes - logits.shape[1])  # the current head counts from 0
         return F.cross_entropy(logits, labels), (logits.argmax(dim=1) == labels).sum()
 
-    @torch.no_grad()
     def finish_task(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """Called after the last step of a task, with its training images under evaluation transforms. Returns seconds
         by phase."""
-        if not self.classifier.updates:
-            return {}
-        started = time.perf_counter()
+        return {}
+
+    @torch.no_grad()
+    def fit_classifier(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Called after `finish_task`, with the same images, if the classifier is computed from features."""
         for images, labels in batches:
-            self.classifier.update(self.features(images.to(self.device)), labels.to(self.device))
+            images, labels = images.to(self.device), labels.to(self.device)
+            self.classifier.update(self.classifier_input(images), labels)
+            if self.setup.features.mirror != "none":
+                self.classifier.update(self.classifier_input(images.flip(3)), labels)
         self.classifier.finish_task()
-        return {"classifier": time.perf_counter() - started}
 
     def moved(self) -> list[dict[str, Tensor]]:
         """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
@@ -142,7 +164,12 @@ class Method:
 
     def predict(self, images: Tensor) -> Tensor:
         """Scores of all classes seen so far, by label."""
-        return self.classifier.scores(self.features(images))
+        return self.classifier.scores(self.classifier_input(images))
+
+    def answer(self, images: Tensor) -> Tensor:
+        """`predict`; with `features.mirror: both`, the sum of the scores of an image and its mirror image."""
+        scores = self.predict(images)
+        return scores + self.predict(images.flip(3)) if self.setup.features.mirror == "both" else scores
 
     # State
 

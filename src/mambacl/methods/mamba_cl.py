@@ -29,8 +29,7 @@ class MambaCL(Method):
 
     def finish_task(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         done = self.space.consolidate(batches)
-        seconds = {"covariance": done.covariance_seconds, "decomposition": done.decomposition_seconds}
-        return {**seconds, **super().finish_task(batches)}
+        return {"covariance": done.covariance_seconds, "decomposition": done.decomposition_seconds}
 
     def moved(self) -> list[dict[str, Tensor]]:
         return [self.space.update_energy(task) for task in range(self.space.tasks)]

@@ -32,7 +32,7 @@ class LossLoop(Loop):
         total, images_seen = 0.0, 0
         for images, labels in self.stream.plain_batches(task, self.recipe.eval_batch_size):
             with autocast(self.device, self.bf16):
-                logits = self.method.predict(images.to(self.device))
+                logits = self.method.answer(images.to(self.device))
             own = logits[:, first : first + count].float()
             total += float(F.cross_entropy(own, labels.to(self.device) - first, reduction="sum"))
             images_seen += len(labels)

@@ -55,6 +55,8 @@ class Parts:
             lines.append(f"Evaluation is {stream.scenario}-incremental: the model {SCENARIOS[stream.scenario]}.")
         if self.config.pretrained is False:
             lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE loads a checkpoint).")
+        if not self.method.trains:
+            return "\n".join(lines)
         if min(len(task) for task in tasks) == 1:
             lines.append("A task with a single class teaches nothing: its classifier has only one answer.")
         if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
@@ -71,7 +73,7 @@ class Parts:
     def loop(self, folder: RunFolder, done: int = 0) -> Loop:
         config = self.config
         recipe = config.training
-        steps = sum(self.steps(t) for t in range(len(self.stream.tasks))) * recipe.epochs
+        steps = sum(self.steps(t) for t in range(len(self.stream.tasks))) * recipe.epochs if self.method.trains else 0
         display = make_display(config.method, steps, done)
         header = {
             "benchmark": config.name,
@@ -156,6 +158,7 @@ def _method(
         options=config.options,
         classifier=config.classifier,
         classifier_options=config.classifier_options,
+        features=config.features,
         known_classifier=known,
         folder=config.folder / "checkpoints",
     )

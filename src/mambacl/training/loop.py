@@ -106,7 +106,7 @@ class Loop:
         if self.position.epoch == 0:
             seed = int(np.random.SeedSequence([self.seed, task]).generate_state(1)[0])
             self.method.start_task(Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), seed))
-        if task < self.method.known_tasks:
+        if task < self.method.known_tasks or not self.method.trains:
             return
         if self.optimizer is None:
             self._new_optimizer()
@@ -172,6 +172,9 @@ class Loop:
         done = self.method.finish_task(self.stream.plain_batches(task, recipe.covariance_batch_size))
         for phase, seconds in done.items():
             self.watch.add(phase, seconds)
+        if self.method.classifier.updates:
+            with self.watch.phase("classifier"), autocast(self.device, self.bf16):
+                self.method.fit_classifier(self.stream.plain_batches(task, recipe.eval_batch_size))
         if self.audit_images:
             with self.watch.phase("audit"):
                 images = self.stream.some_images(task, self.audit_images).to(self.device)
@@ -198,7 +201,7 @@ class Loop:
 
         def plain(images: Tensor) -> Tensor:
             with autocast(self.device, self.bf16):
-                return self.method.predict(images)
+                return self.method.answer(images)
 
         predict: Callable[[Tensor], Tensor] = plain
 

@@ -1,0 +1,34 @@
+"""Which features a classifier gets that is computed from them. No PyTorch here: options are checked before it is
+imported."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from mambacl.options import Must, Options
+
+POOLS = ("class", "mean", "std", "quadrants")
+
+
+def _are_depths(depths: str | int | list[int]) -> bool:
+    if isinstance(depths, str):
+        return depths in ("auto", "final", "all")
+    return depths > 0 if isinstance(depths, int) else bool(depths)
+
+
+@dataclass(frozen=True)
+class FeatureOptions(Options):
+    """What a classifier sees that is computed from features."""
+
+    depths: Annotated[
+        int | list[int] | str, Must("be auto, final, all, a number of depths or a list of their indices", _are_depths)
+    ] = "auto"
+    """depths of the backbone whose pooled tokens are features beside the final one: final for none of them, all, a
+    number of evenly spaced ones, or a list of indices from 0; auto is the method's"""
+    pool: Annotated[
+        list[str], Must(f"be a list of {', '.join(POOLS)}", lambda pool: bool(pool) and set(pool) <= set(POOLS))
+    ] = field(default_factory=lambda: ["class", "mean"])
+    """what becomes of a depth's tokens: the class token, the mean and the standard deviation over the others, and their
+    means over the four quadrants of the image"""
+    mirror: Literal["none", "learning", "both"] = "none"
+    """learning: the classifier is computed from each image and its mirror image; both: also at test, where the scores
+    of the two are added, which takes twice as long"""

@@ -1,0 +1,91 @@
+"""Ridge regression from sums: W = (G + r I)^-1 Q, with G = sum h h^T and Q = sum h y^T over all images so far, and the
+choice of the ridge r.
+
+Generalised cross-validation (Golub, Heath and Wahba, 1979) estimates the squared error on new images from G, Q and the
+number of images alone. So it judges a ridge by the images of all tasks so far, keeps none of them, and every image
+counts for the classifier. The squared error is not the accuracy: the ridge with the best accuracy is smaller, by half
+a decade in most cases, and `choose` takes that. On De-focus nano's features of CIFAR-100 (192 and 1,728 values, 192 to
+1,728 units, 1,000 and 5,000 images), judged by 2,000 other training images, it was 0.1 points below the best ridge on
+average; the ridge of the least squared error was 0.8 below.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mambacl.errors import UserError
+
+PROBES = 64  # random signs, to estimate a trace
+STEPS = (-14, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
+FOR_ACCURACY = -1  # steps from the least squared error
+CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
+
+
+def factor(gram: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
+    """The Cholesky factor of G + r I, or None if rounding has made it indefinite. Overwrites the diagonal of `gram`,
+    which saves a copy; `diagonal` is G's own."""
+    gram.diagonal().copy_(diagonal + ridge)
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    return None if failed else lower
+
+
+def solve(gram: Tensor, diagonal: Tensor, sums: Tensor, ridge: float) -> Tensor:
+    """W (classes, units) from Q (classes, units)."""
+    lower = factor(gram, diagonal, ridge)
+    if lower is None:
+        raise UserError(f"The ridge {ridge:g} is too small for sums in this precision: set a larger one, or auto.")
+    return torch.cholesky_solve(sums.T.to(lower.dtype), lower).T
+
+
+def rises(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, ridge: float) -> bool:
+    """Whether the generalised error, images * R / F^2, rises with the ridge r at this point.
+
+    With A = G + r I, the residuals of one-hot targets have the sum of squares R = n - tr(Q^T W) - r tr(W^T W), whose
+    derivative is 2 r tr(W^T A^-1 W). F = n - tr(G A^-1) = n - units + r tr(A^-1) is the number of images less the
+    degrees of freedom; its derivative is tr(A^-1) - r tr(A^-2). Traces are estimated with fixed random signs.
+    """
+    lower = factor(gram, diagonal, ridge)
+    if lower is None:
+        return False
+    signs = torch.randint(2, (len(gram), PROBES), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    signs, targets = signs.to(lower), sums.T.to(lower)
+    solved = torch.cholesky_solve(torch.cat([targets, signs], dim=1), lower)
+    weights, inverse = solved.split([targets.shape[1], PROBES], dim=1)
+    again = torch.cholesky_solve(weights, lower).double()
+    weights, inverse = weights.double(), inverse.double()
+    residual = images - (targets * weights).sum() - ridge * weights.square().sum()
+    trace, square = (signs * inverse).sum() / PROBES, inverse.square().sum() / PROBES
+    free = images - len(gram) + ridge * trace
+    if residual <= 0 or free <= 0:  # rounding, where the ridge is far too small
+        return False
+    return bool(2 * ridge * (weights * again).sum() / residual > 2 * (trace - ridge * square) / free)
+
+
+def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The first integer from low to high that a condition holds for, if it holds for all behind it; high if for none
+    before."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> float:
+    """The ridge: of those tried, the one with the lowest generalised error, moved by FOR_ACCURACY."""
+    unit = float(diagonal.mean()) or 1.0
+    step = first_true(lambda k: rises(gram, diagonal, sums, images, unit * 10 ** ((k + 0.5) / 2)), *STEPS)
+    return unit * 10 ** ((step + FOR_ACCURACY) / 2)
+
+
+def current_task_errors(lifted: Tensor, targets: Tensor, share: float) -> Tensor:
+    """RanPAC's choice: fits each of CURRENT to all but the last `share` of the task's images (n, units) and returns the
+    mean squared errors on those, in float64. The order of the images matters."""
+    lifted, targets = lifted.double(), targets.double()
+    count = int((1 - share) * len(lifted))
+    h, y = lifted[:count], targets[:count]
+    values, vectors = torch.linalg.eigh(h @ h.T)
+    # W = h^T (h h^T + r I)^-1 y, so that all ridges share one decomposition.
+    seen, held = vectors.T @ y, lifted[count:] @ (h.T @ vectors)
+    fits = (held @ (seen / (values.clamp(min=0) + ridge)[:, None]) for ridge in CURRENT.tolist())
+    return torch.stack([(fit - targets[count:]).square().mean() for fit in fits])

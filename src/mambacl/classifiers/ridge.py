@@ -1,0 +1,311 @@
+"""Ridge regression on lifted features: sums over images in, one linear classifier over all classes out.
+
+    h = act(((f - m) / s) W)                  the lift: `lift.py`
+    G = sum h h^T,  Q = sum h y^T             over all images so far, y one-hot
+    scores = h (G + r I)^-1 Q                 no bias
+
+The sums of all tasks give exactly the classifier that all images together would give, so nothing is forgotten as long
+as features do not move. RanPAC and ACIL are the same classifier with other settings: see
+`ridge_options.RULES`.
+
+What is when fixed:
+- m and s with the first `finish_task`, from all features until then, or before by `fit_scale`. Until then features
+  wait, and `scores` answers with m and s of those that do. Later images never change m and s.
+- W when the classifier is built, from the seed. The state contains a few values of it to recognise it, but not W.
+- Features of a task wait until it ends, `scores` needs them or there are more than WAITING bytes (which also fixes m
+  and s); then they enter G and Q and are dropped. Any order and division of the images gives the same state, up to
+  rounding.
+
+Memory in bytes, for M units, C classes and n waiting images with d features:
+- at rest (`nbytes`): 2 M^2 for G (1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
+- beside it, never saved: W, 4 d M;
+- during an update: 4 n d for what waits, 4 n M (at most LIFTED) for lifted features;
+- while solving: two matrices of 8 M^2, or 4 M^2 each above FLOAT64_UNITS units.
+
+Sums of at most `gram.ROWS` products are in float32 (never TF32), sums of those in float64; each stored value is
+rounded once per task. With `storage: float64`, everything is in float64.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mambacl.classifiers import gram as storage_of
+from mambacl.classifiers import least_squares
+from mambacl.classifiers.base import Classifier, StatisticsClassifier
+from mambacl.classifiers.gram import Gram
+from mambacl.classifiers.lift import draw, draw_phases, fit_scale, lift
+from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.classifiers.ridge_options import RidgeOptions, resolved
+from mambacl.errors import UserError
+from mambacl.log import logger
+from mambacl.ops.precision import at_least_float32, float32_products, full_precision
+from mambacl.options import build_config
+
+WAITING = 512 * 10**6  # bytes of features that wait at most
+LIFTED = 512 * 10**6  # bytes of lifted features at a time
+FLOAT64_UNITS = 32768  # more are solved in float32
+
+
+class Ridge(StatisticsClassifier):
+    name = "ridge"
+    summary = "ridge regression on a random lift of the features, from sums over all tasks"
+    options_class: ClassVar[type] = RidgeOptions
+    center: Tensor  # m (d,); empty until it is fixed
+    scale: Tensor  # s (d,)
+    gram: Tensor  # G, in storage: see `Gram`
+    spread: Tensor
+    sums: Tensor  # Q (classes, units)
+    weights: Tensor  # the solution (classes, units)
+    counts: Tensor  # images per class
+    ridge: Tensor  # the ridge of the solution
+    waiting: Tensor  # features (n, d) that are not in G and Q yet
+    waiting_labels: Tensor
+    identity: Tensor  # recognises the lift
+    projection: Tensor | None  # W (d, units), times the bandwidth; not saved
+    phases: Tensor | None  # b (units,), with cosines; not saved
+
+    def __init__(self, num_features: int, **options: Any) -> None:
+        super().__init__(num_features)
+        self.asked = build_config(RidgeOptions, options, self.name)
+        self.options = resolved(self.asked, num_features)
+        self.units = int(self.options.width or 0) or num_features
+        self.dtype = torch.float64 if self.options.storage == "float64" else torch.float32
+        kind, fixed = storage_of.KINDS[str(self.options.storage)], self.options.standardize == "none"
+        empty: dict[str, Tensor] = {
+            "center": torch.zeros(num_features if fixed else 0, dtype=self.dtype),
+            "scale": torch.ones(num_features if fixed else 0, dtype=self.dtype),
+            "gram": torch.zeros(storage_of.stored_values(self.units, self.options.blocks), dtype=kind),
+            "spread": torch.zeros(self.units if kind == torch.int16 else 0, dtype=torch.float64),
+            "sums": torch.zeros(0, self.units, dtype=self.dtype),
+            "weights": torch.zeros(0, self.units, dtype=self.dtype),
+            "counts": torch.zeros(0, dtype=torch.int64),
+            "ridge": torch.tensor(0.0, dtype=torch.float64),
+            "waiting": torch.zeros(0, num_features, dtype=self.dtype),
+            "waiting_labels": torch.zeros(0, dtype=torch.int64),
+            "identity": torch.zeros(0, dtype=torch.float64),
+        }
+        for name, tensor in empty.items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("projection", None, persistent=False)
+        self.register_buffer("phases", None, persistent=False)
+        self._arrived: list[tuple[Tensor, Tensor]] = []  # joins `waiting` when needed
+        self._solved = True
+        self._provisional: list[Ridge] = []  # answers until m and s are fixed
+
+    @classmethod
+    def like(cls, other: "Ridge") -> "Ridge":
+        """An empty classifier with the same lift, which can later be merged into the other."""
+        made = cls(other.num_features, **asdict(other.asked))
+        made.center, made.scale = other.center.clone(), other.scale.clone()
+        return made.to(other.sums.device)
+
+    @property
+    def classes(self) -> int:
+        return len(self.counts)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether m and s are fixed."""
+        return len(self.scale) > 0
+
+    def add_task(self, classes: int, seed: int = 0) -> None:
+        if self.options.state_limit and self.classes <= self.options.expected_classes < self.classes + classes:
+            logger.warning(
+                "The ridge classifier has more classes than expected_classes (%d), so its state will exceed the "
+                "state_limit of %s.", self.options.expected_classes, self.options.state_limit,
+            )  # fmt: skip
+        rows = (0, 0, 0, classes)
+        self.sums, self.weights = F.pad(self.sums, rows), F.pad(self.weights, rows)
+        self.counts = F.pad(self.counts, (0, classes))
+
+    # Sums
+
+    @torch.no_grad()
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        """Also accepts classes without `add_task`, and more images of old classes."""
+        features, labels = self.checked(features, labels)
+        if not len(labels):
+            return
+        self._arrived.append((features.to(self.dtype, copy=True), labels.clone()))
+        self._solved, self._provisional = False, []
+        size = sum(part.nbytes for part, _ in self._arrived) + self.waiting.nbytes
+        if size > WAITING and self.options.ridge != "current-task":
+            self._absorb(fix=True)
+
+    @torch.no_grad()
+    def fit_scale(self, features: Tensor) -> None:
+        """Fixes m and s, from these features (n, d), before the first task ends."""
+        if self.scaled:
+            raise UserError("The scale of this ridge classifier is fixed already: build a new one.")
+        center, scale = fit_scale(features.to(self.sums.device))
+        self.center, self.scale = center.to(self.dtype), scale.to(self.dtype)
+
+    @torch.no_grad()
+    def finish_task(self) -> None:
+        """Fixes m and s if it is the first task, and solves."""
+        self._gather()
+        if self.options.ridge == "current-task" and len(self.waiting) > 1:
+            targets = F.one_hot(self.waiting_labels, self.classes)
+            errors = least_squares.current_task_errors(self.lifted(self.waiting), targets, self.options.held_out)
+            self.ridge = least_squares.CURRENT[errors.argmin().cpu()].to(self.ridge.device)
+        self._absorb(fix=True)
+        self._solve()
+
+    def _gather(self) -> None:
+        """Moves what arrived to `waiting`."""
+        device, self._arrived, arrived = self.sums.device, [], self._arrived
+        parts = [(self.waiting, self.waiting_labels), *arrived]
+        self.waiting = torch.cat([features.to(device) for features, _ in parts])
+        self.waiting_labels = torch.cat([labels.to(device) for _, labels in parts])
+
+    def _absorb(self, fix: bool = False) -> None:
+        """Adds what waits to G and Q, if m and s are fixed; `fix` fixes them."""
+        self._gather()
+        if not len(self.waiting) or not (self.scaled or fix):
+            return
+        if not self.scaled:
+            self.fit_scale(self.waiting)
+        rows = max(1, LIFTED // (self.units * self.dtype.itemsize))
+        for features, labels in zip(self.waiting.split(rows), self.waiting_labels.split(rows), strict=True):
+            before, lifted = self._gram(), self.lifted(features)
+            members = F.one_hot(labels, self.classes).to(lifted.dtype)
+            total = self.sums.double()
+            with float32_products(tf32=False):
+                for h, y in zip(lifted.split(storage_of.ROWS), members.split(storage_of.ROWS), strict=True):
+                    total += y.T @ h
+                self.sums = total.to(self.dtype)
+                self.counts = self.counts + members.sum(0).long()
+                self._keep(before.add(lifted, *self._totals()))
+        self.waiting, self.waiting_labels = self.waiting[:0].clone(), self.waiting_labels[:0].clone()
+
+    def _gram(self) -> Gram:
+        return Gram(self.gram, self.options.blocks, *self._totals(), self.spread)
+
+    def _totals(self) -> tuple[Tensor, int]:
+        """The sum of h over all images, and their number."""
+        return self.sums.sum(0, dtype=torch.float64), int(self.counts.sum())
+
+    def _keep(self, gram: Gram) -> None:
+        self.gram, self.spread = gram.flat, gram.spread
+
+    @torch.no_grad()
+    def merge(self, other: Classifier) -> None:
+        """Adds the images of another, which has the same options and the same m and s, or none yet: see `like`."""
+        if not isinstance(other, Ridge) or other.num_features != self.num_features or other.asked != self.asked:
+            raise UserError("Only another ridge classifier with the same number of features and options can be merged.")
+        other._absorb()
+        if self.scaled and other.scaled and not (
+            torch.equal(self.center, other.center.to(self.center.device))
+            and torch.equal(self.scale, other.scale.to(self.scale.device))
+        ):  # fmt: skip
+            raise UserError(
+                "These ridge classifiers scale features differently, so their sums cannot be added: build the second "
+                "one with Ridge.like(first)."
+            )
+        device = self.sums.device
+        self.add_task(max(0, other.classes - self.classes))
+        if other.scaled and not self.scaled:
+            self.center, self.scale = other.center.to(device), other.scale.to(device)
+        self._absorb()
+        before, theirs = self._gram(), other._gram().to(device)
+        self.sums[: other.classes] += other.sums.to(device)
+        self.counts[: other.classes] += other.counts.to(device)
+        self._keep(before.merge(theirs, *self._totals()))
+        if len(other.waiting):
+            self._arrived.append((other.waiting.to(device), other.waiting_labels.to(device)))
+        self._solved, self._provisional = False, []
+
+    # The solution
+
+    def _solve(self) -> None:
+        """The solution from G and Q."""
+        if self._solved or not int(self.counts.sum()):
+            return
+        dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
+        sums, gram, images = self.sums.double(), self._gram(), int(self.counts.sum())
+        targets = (
+            sums / self.counts.clamp(min=1)[:, None] * self.counts.double().mean() if self.options.balanced else sums
+        )
+        given, parts = self.options.ridge, []
+        with float32_products(tf32=False):
+            for place, block in enumerate(storage_of.blocks_of(self.units, self.options.blocks)):
+                whole = gram.block(block, dtype)
+                diagonal = whole.diagonal().clone()
+                if isinstance(given, float):
+                    self.ridge.fill_(given)
+                elif given == "auto" and place == 0:  # the other blocks are of the same kind
+                    self.ridge.fill_(least_squares.choose(whole, diagonal, sums[:, block], images))
+                parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
+        self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
+        self._solved = True
+
+    def _draw(self) -> Tensor | None:
+        if self.options.width and self.projection is None:
+            options, device = self.options, self.sums.device
+            drawn = draw(self.num_features, self.units, options.seed, str(options.distribution), device)
+            self.projection = drawn.mul_(float(options.bandwidth or 1.0)).to(self.dtype)
+            if options.activation == "cos":
+                self.phases = draw_phases(self.units, options.seed, device).to(self.dtype)
+        return self.projection
+
+    def lifted(self, features: Tensor) -> Tensor:
+        """h (b, units)"""
+        with float32_products(tf32=False), full_precision(features):
+            x, drawn = features.to(self.dtype), self._draw()
+            return lift(x, self.center, self.scale, drawn, str(self.options.activation), self.phases)
+
+    @torch.no_grad()
+    def forward(self, features: Tensor) -> Tensor:
+        """Estimates of the classes' probabilities; minus infinity for a class without images."""
+        self._absorb()
+        if len(self.waiting):  # m and s are not fixed: answer as if the first task ended now
+            if not self._provisional:
+                self._provisional = [Ridge.like(self)]
+                self._provisional[0].add_task(self.classes)
+                self._provisional[0].update(self.waiting, self.waiting_labels)
+                self._provisional[0].finish_task()
+            return self._provisional[0](features)
+        self._solve()
+        if not self.scaled:  # no image yet
+            return features.new_full((len(features), self.classes), -torch.inf)
+        with float32_products(tf32=False), full_precision(features):
+            scores = (self.lifted(features) @ self.weights.T).to(at_least_float32(features).dtype)
+        return scores.masked_fill(self.counts == 0, -torch.inf)
+
+    # State
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Includes the solution. Contains features only if the first task has not ended."""
+        self._absorb()
+        self._solve()
+        self.identity = self._identity()
+        return super().state_dict(*args, **kwargs)
+
+    def _identity(self) -> Tensor:
+        """A checksum of the options that a state depends on, and the first values of W."""
+        options = self.options
+        chosen = (self.num_features, options.width, options.activation, options.bandwidth, options.distribution,
+                  options.seed, options.blocks, options.storage)  # fmt: skip
+        drawn = self._draw()
+        first = [] if drawn is None else drawn.flatten()[:4].tolist()
+        return torch.tensor([zlib.crc32(repr(chosen).encode()), *first], dtype=torch.float64, device=self.sums.device)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Changes the number of classes to that of the state."""
+        own, theirs = self._identity(), state["identity"].to(self.sums.device)
+        if own.shape != theirs.shape or own[0] != theirs[0] or not torch.allclose(own, theirs, rtol=1e-5, atol=1e-6):
+            raise UserError("The state is of a ridge classifier with other options: use the options it was made with.")
+        for name, buffer in self.named_buffers():
+            if name in state:
+                setattr(self, name, buffer.new_empty(state[name].shape))
+        self._arrived, self._provisional, self._solved = [], [], True
+        return super().load_state_dict(state, strict, assign)
+
+
+CLASSIFIERS.add(Ridge.name, Ridge)

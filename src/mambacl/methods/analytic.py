@@ -1,0 +1,40 @@
+"""Analytic continual learning: nothing trains. A classifier computed from statistics of the fixed backbone's features
+takes in each task in one pass; RanPAC and ACIL belong to this family."""
+
+from typing import ClassVar
+
+from mambacl.classifiers import CLASSIFIERS, Classifier, SeparateHeads, TaskHeads
+from mambacl.errors import UserError
+from mambacl.methods.base import Method, Task
+from mambacl.methods.registry import METHODS
+
+
+class Analytic(Method):
+    name = "analytic"
+    summary = "no training: a classifier from statistics of the fixed backbone's features"
+    own_classifier: ClassVar[str] = "ridge"
+    own_depths: ClassVar[str | int] = "all"
+    trains: ClassVar[bool] = False
+
+    def make_classifier(self) -> Classifier:
+        named = self.setup.classifier
+        if named != "auto" and CLASSIFIERS.get(named).trains:
+            raise UserError(
+                f"The method 'analytic' trains nothing, but the classifier '{named}' has to be trained: choose the "
+                "method frozen, or a classifier that is computed from features, such as ridge."
+            )
+        return super().make_classifier()
+
+    def make_heads(self) -> TaskHeads:
+        return SeparateHeads(self.num_features)  # stays empty
+
+    def start_task(self, task: Task) -> None:
+        self.classifier.add_task(task.first_label + task.classes - self.classifier.classes, task.seed)
+        self.classifier.to(self.device)
+
+    def _follow_heads(self) -> None:
+        """There are no heads."""
+        self.classifier.to(self.device)
+
+
+METHODS.add(Analytic.name, Analytic)

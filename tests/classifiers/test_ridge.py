@@ -1,0 +1,433 @@
+"""The ridge classifier against a plain ridge regression on all images at once, and against recorded numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tolerance import assert_near, rounding
+from torch import Tensor
+
+from mambacl.classifiers import NearestMean, Ridge
+from mambacl.classifiers import ridge as module
+from mambacl.classifiers.least_squares import CURRENT, choose, current_task_errors, generalised_error, lowest, solve
+from mambacl.classifiers.lift import draw
+from mambacl.classifiers.ridge_options import RULES, parsed_size
+from mambacl.errors import UserError
+
+D, WIDTH, CLASSES = 6, 40, 5
+
+
+def some(count: int = 120, classes: int = CLASSES, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Classes with different means, and features of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % classes
+    means = torch.randn(CLASSES, D, generator=torch.Generator().manual_seed(9))
+    features = means[labels] + torch.randn(count, D, generator=generator)
+    return features * torch.tensor([1.0, 10.0, 0.1, 1.0, 1.0, 1.0]) + 3, labels
+
+
+def taught(features: Tensor, labels: Tensor, cuts: int = 1, **options: Any) -> Ridge:
+    """One task, in so many parts."""
+    made = Ridge(features.shape[1], **{"width": WIDTH, "ridge": 2.0, **options})
+    for f, y in zip(features.chunk(cuts), labels.chunk(cuts), strict=True):
+        made.update(f, y)
+    made.finish_task()
+    return made
+
+
+def joint(features: Tensor, labels: Tensor, test: Tensor, scaled_by: Tensor, ridge: float = 2.0) -> Tensor:
+    """Scores of a plain ridge regression in float64."""
+    m, s = scaled_by.double().mean(0), scaled_by.double().std(0, correction=0)
+    h, t = (torch.relu((f.double() - m) / s @ draw(D, WIDTH, 0).double()) for f in (features, test))
+    return t @ torch.linalg.solve(h.T @ h + ridge * torch.eye(WIDTH), h.T @ F.one_hot(labels).double())
+
+
+def assert_alike(one: Tensor, other: Tensor) -> None:
+    """Scores of the same sums in float32, rounded differently; the ridge is a hundredth of G's largest eigenvalue and
+    more, so errors grow a hundredfold at most."""
+    assert_near(one, other, 10**4 * D * WIDTH)
+
+
+# The classifier of all images at once
+
+
+@pytest.mark.parametrize("storage", ["float32", "float64"])
+def test_tasks_one_by_one_give_the_classifier_of_all_images(storage: str) -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    order = labels.argsort(stable=True)
+    features, labels = features[order], labels[order]
+    first = labels < 2
+    made = Ridge(D, width=WIDTH, ridge=2.0, storage=storage)
+    for chosen in (first, ~first & (labels < 4), labels == 4):
+        made.update(features[chosen], labels[chosen])
+        made.finish_task()
+    expected = joint(features, labels, test, features[first])
+    assert_alike(made.scores(test), expected)
+    if storage == "float64":  # W and features are float32 numbers; all else is exact
+        assert_near(made.scores(test.double()), expected, 10**4 * D * WIDTH)
+    assert made.counts.tolist() == [24] * 5 and made.ridge == 2.0
+
+
+def test_any_order_and_any_parts_give_the_same_state() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    whole = taught(features, labels)
+    order = torch.randperm(120, generator=torch.Generator().manual_seed(2))
+    single = taught(features[order], labels[order], cuts=120)
+    expected = joint(features, labels, test, features)
+    for made in (whole, single):
+        assert_alike(made.scores(test), expected)
+    for name, tensor in whole.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and name != "weights":
+            assert_near(single.state_dict()[name], tensor, 120 * D, name)
+
+
+def test_a_limit_on_what_waits_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    monkeypatch.setattr(module, "WAITING", 30 * D * 4)
+    monkeypatch.setattr(module, "LIFTED", 7 * WIDTH * 4)
+    made = Ridge(D, width=WIDTH, ridge=2.0)
+    for part in torch.arange(120).split(10):
+        made.update(features[part], labels[part])
+        assert sum(len(f) for f, _ in made._arrived) <= 30
+    assert_alike(made.scores(test), joint(features, labels, test, features[:40]))  # beyond 30, which fixed the scale
+
+
+def test_single_images_are_answered_before_the_first_task_ends() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    made = Ridge(D, width=WIDTH, ridge=2.0)
+    made.add_task(2)
+    assert made.scores(test).isneginf().all()
+    for count in range(1, 12):
+        made.update(features[count - 1 : count], labels[count - 1 : count])
+        scores = made.scores(test)
+        if count > 2:
+            expected = joint(features[:count], labels[:count], test, features[:count])
+            assert_alike(scores[:, : expected.shape[1]], expected)
+        assert scores.isneginf().any(0).tolist() == [c >= count for c in range(max(2, min(5, count)))]
+    made.finish_task()
+    assert torch.equal(made.scores(test), scores)
+
+
+def test_later_images_do_not_change_the_scale() -> None:
+    features, labels = some()
+    made = taught(features[:50], labels[:50])
+    center = made.center.clone()
+    made.update(features[50:] * 1.5, labels[50:])
+    test, _ = some(7, seed=1)
+    both = torch.cat([features[:50], features[50:] * 1.5])
+    assert_alike(made.scores(test), joint(both, labels, test, features[:50]))  # without finish_task
+    made.finish_task()
+    assert torch.equal(made.center, center)
+
+
+def test_a_scale_that_is_given() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    made = Ridge(D, width=WIDTH, ridge=2.0)
+    made.fit_scale(features[:30])
+    made.update(features, labels)
+    assert_alike(made.scores(test), joint(features, labels, test, features[:30]))
+    with pytest.raises(UserError, match="is fixed already"):
+        made.fit_scale(features)
+
+
+# Parts
+
+
+def test_parts_with_the_same_scale_merge() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    one = taught(features[:60], labels[:60] % 2)
+    expected = joint(features, torch.cat([labels[:60] % 2, labels[60:]]), test, features[:60])
+    other = Ridge.like(one)
+    other.update(features[60:], labels[60:])
+    one.merge(other)
+    assert one.classes == 5 and one.counts.sum() == 120
+    assert_alike(one.scores(test), expected)
+
+
+@pytest.mark.parametrize("finished", ["first", "second", "neither"])
+def test_what_waits_merges(finished: str) -> None:
+    """The scale is that of the part which has one."""
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    halves = [Ridge(D, width=WIDTH, ridge=2.0) for _ in range(2)]
+    for half, part in zip(halves, (slice(0, 60), slice(60, 120)), strict=True):
+        half.update(features[part], labels[part])
+    by = {"first": features[:60], "second": features[60:], "neither": features}[finished]
+    if finished != "neither":
+        halves[finished == "second"].finish_task()
+    halves[0].merge(halves[1])
+    assert_alike(halves[0].scores(test), joint(features, labels, test, by))
+
+
+def test_what_cannot_be_merged() -> None:
+    features, labels = some()
+    one = taught(features[:60], labels[:60])
+    for other in (NearestMean(D), Ridge(D, width=41, ridge=2.0), Ridge(D + 1, width=WIDTH, ridge=2.0)):
+        with pytest.raises(UserError, match="same number of features and options"):
+            one.merge(other)
+    with pytest.raises(UserError, match=r"Ridge\.like\(first\)"):
+        one.merge(taught(features[60:], labels[60:]))
+
+
+def test_a_state_in_the_middle_of_a_task_goes_on() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    made = Ridge(D, width=WIDTH, ridge=2.0)
+    for start in (0, 20, 60):  # before and after the scale is fixed
+        made.update(features[start : start + 20], labels[start : start + 20])
+        resumed = Ridge(D, width=WIDTH, ridge=2.0)
+        resumed.load_state_dict({name: tensor.clone() for name, tensor in made.state_dict().items()})
+        assert torch.equal(resumed.scores(test), made.scores(test))
+        for one in (made, resumed):
+            one.update(features[start + 20 : start + 40], labels[start + 20 : start + 40])
+            one.finish_task()
+        assert torch.equal(resumed.scores(test), made.scores(test))
+        assert resumed.nbytes == made.nbytes
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"activation": "tanh"}, {"width": 41}, {"storage": "int16"}])
+def test_a_state_of_other_options_is_refused(options: dict[str, Any]) -> None:
+    state = taught(*some()).state_dict()
+    with pytest.raises(UserError, match="other options"):
+        Ridge(D, **{"width": WIDTH, "ridge": 2.0, **options}).load_state_dict(state)
+
+
+# Options
+
+
+def test_int16_is_close_and_half_the_size() -> None:
+    features, labels = some(1000)
+    test, _ = some(200, seed=1)
+    wide = {"width": 600}
+    exact, small = taught(features, labels, **wide), taught(features, labels, cuts=3, storage="int16", **wide)
+    assert small.gram.nbytes * 2 == exact.gram.nbytes
+    # A correlation is off by up to half a unit, twice for two roundings of three; the errors form a random matrix.
+    error = 2 * 600**0.5 * exact._gram().diagonal().max() / module.storage_of.LARGEST
+    relative = float(error / 2.0)
+    difference = (small.scores(test) - exact.scores(test)).norm() / exact.scores(test).norm()
+    assert (
+        difference <= relative and (small.scores(test).argmax(1) == exact.scores(test).argmax(1)).float().mean() > 0.95
+    )
+
+
+@pytest.mark.parametrize("storage", [None, "float32", "float64", "int16"])
+@pytest.mark.parametrize("limit", ["300kB", "3MB", "2.5 MB"])
+def test_the_state_keeps_to_its_limit(limit: str, storage: str | None) -> None:
+    features, labels = some(60, classes=5)
+    made = taught(features, labels, width="auto", state_limit=limit, storage=storage, expected_classes=5, ridge=1e3)
+    assert 0.97 * parsed_size(limit) < made.nbytes <= parsed_size(limit)
+    assert made.options.storage == (storage or "int16")
+
+
+def test_a_limit_and_a_width() -> None:
+    assert Ridge(D, width=100, state_limit="1MB").units == 100
+    with pytest.raises(UserError, match=r"5000 units and room for 200 classes needs \d+\.\d MB, more than .* 1MB"):
+        Ridge(D, width=5000, state_limit="1MB")
+    with pytest.raises(UserError, match="more than the state_limit of 1kB"):
+        Ridge(D, state_limit="1kB")
+    for options, message in (
+        ({"state_limit": "lots"}, "such as 500MB, got 'lots'"),
+        ({"width": "auto"}, "needs a state_limit"),
+        ({"width": -1}, "width must be at least 0"),
+        ({"ridge": -1.0}, "ridge must be at least 0"),
+        ({"rigde": 1.0}, "Did you mean 'ridge'"),
+        ({"storage": "float8"}, "storage takes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Ridge(D, **options)
+
+
+def test_more_classes_than_expected_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = Ridge(D, state_limit="1MB", expected_classes=3)
+    for _ in range(4):
+        made.add_task(2)
+    assert [record.message.count("expected_classes (3)") for record in caplog.records] == [1]
+
+
+def test_without_a_lift() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    made = taught(features, labels, width=0, activation="none")
+    m, s = features.double().mean(0), features.double().std(0, correction=0)
+    h, t = (features - m) / s, (test - m) / s
+    assert made.units == D
+    assert_alike(
+        made.scores(test), t @ torch.linalg.solve(h.T @ h + 2 * torch.eye(D), h.T @ F.one_hot(labels).double())
+    )
+
+
+def test_blocks_are_classifiers_whose_scores_are_averaged() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    made = taught(features, labels, blocks=2)
+    m, s = features.double().mean(0), features.double().std(0, correction=0)
+    parts = []
+    for W in draw(D, WIDTH, 0).double().chunk(2, dim=1):
+        h, t = (torch.relu((f - m) / s @ W) for f in (features, test))
+        parts.append(t @ torch.linalg.solve(h.T @ h + 2 * torch.eye(20), h.T @ F.one_hot(labels).double()))
+    assert_alike(made.scores(test), (parts[0] + parts[1]) / 2)
+
+
+def test_balanced_divides_by_the_number_of_images() -> None:
+    features, labels = some()
+    test, _ = some(7, seed=1)
+    chosen = (labels > 0) | (torch.arange(120) < 20)  # class 0 has 4 images, the others 24
+    plain, balanced = (taught(features[chosen], labels[chosen], balanced=value) for value in (False, True))
+    counts = torch.tensor([4.0, 24, 24, 24, 24])
+    assert balanced.counts.tolist() == counts.tolist()
+    assert_alike(balanced.scores(test), plain.scores(test) * counts.mean() / counts)
+
+
+def test_rules_are_settings() -> None:
+    for rule, values in RULES.items():
+        made = Ridge(D, rule=rule, **({} if rule == "ours" else {"width": 50}))
+        assert {name: getattr(made.options, name) for name in values if name != "width"} == {
+            name: value for name, value in values.items() if name != "width"
+        }
+    assert (
+        Ridge(D).units == 32 * D and Ridge(1000).units == 5000 and Ridge(D, rule="acil", width=8).options.ridge == 0.1
+    )
+
+
+# Difficult input
+
+
+def test_a_class_without_images_has_no_chance() -> None:
+    features, labels = some()
+    made = Ridge(D, width=WIDTH)
+    made.add_task(7)
+    made.update(features[labels != 1], labels[labels != 1])
+    made.finish_task()
+    scores = made.scores(features)
+    assert scores.isneginf().all(0).tolist() == [False, True, False, False, False, True, True]
+    assert scores.dtype == torch.float32 and not scores.isnan().any()
+
+
+def test_a_constant_feature_one_image_and_none() -> None:
+    features, labels = some()
+    features[:, 2] = 0.1
+    made = taught(features, labels, ridge="auto")
+    assert made.scores(features).isfinite().all() and (made.scores(features).argmax(1) == labels).float().mean() > 0.5
+    one = taught(features[:1], torch.tensor([0]), ridge="auto")
+    one.update(features[1:2], torch.tensor([1]))
+    assert one.scores(features).isfinite().all()
+    one.update(features[:0], labels[:0])
+    assert one.counts.tolist() == [1, 1]
+
+
+def test_bad_features_are_refused_and_change_nothing() -> None:
+    features, labels = some()
+    made = taught(features, labels)
+    before = made.scores(features)
+    features[3, 2] = torch.nan
+    with pytest.raises(UserError, match="NaN or infinite"):
+        made.update(features, labels)
+    assert torch.equal(made.scores(some()[0]), before)
+    with pytest.raises(UserError, match="ridge 0 is too small"):
+        taught(*some(10), ridge=0.0)
+
+
+# The choice of the ridge
+
+
+def sums_of(h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gram = h.T @ h
+    return gram, gram.diagonal().clone(), F.one_hot(labels).to(h).T @ h
+
+
+def test_the_generalised_error_from_sums_is_that_of_the_images() -> None:
+    features, labels = some()
+    h, y = features.double(), F.one_hot(labels).double()
+    for ridge in (0.1, 10.0, 1000.0):
+        hat = h @ torch.linalg.solve(h.T @ h + ridge * torch.eye(D), h.T)
+        expected = 120 * (y - hat @ y).square().sum() / (120 - hat.trace()) ** 2
+        found = generalised_error(*sums_of(h, labels), 120, ridge)
+        # The trace of a matrix B of norm |B| is estimated within sqrt(2 / 64) |B|; five times that, twice for a square.
+        assert abs(found / expected - 1) < 10 * (2 / 64) ** 0.5 * hat.norm() / (120 - hat.trace())
+
+
+def test_the_lowest_of_a_valley() -> None:
+    for bottom in range(-5, 4):
+        asked: list[int] = []
+        assert lowest(lambda x, b=bottom, a=asked: a.append(x) or abs(x - b), -5, 3) == bottom
+        assert len(asked) == len(set(asked)) <= 6
+    assert lowest(lambda x: torch.inf if x < 2 else x, -5, 3) == 2  # too small a ridge for the arithmetic
+
+
+def test_the_choice_is_near_the_best_ridge_for_other_images() -> None:
+    """More units than images, where a ridge matters."""
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(10, 50, generator=generator, dtype=torch.float64)
+    labels = torch.arange(1200) % 10
+    h = means[labels] + 4 * torch.randn(1200, 50, generator=generator, dtype=torch.float64)
+    h = torch.relu(h @ draw(50, 300, 0).double())
+    gram, diagonal, sums = sums_of(h[:200], labels[:200])
+
+    def accuracy(ridge: float) -> float:
+        weights = solve(gram, diagonal, sums, ridge)
+        return ((h[200:] @ weights.T).argmax(1) == labels[200:]).double().mean().item()
+
+    chosen = choose(gram, diagonal, sums, 200)
+    assert chosen == choose(gram, diagonal, sums, 200)
+    unit = float(diagonal.mean())
+    best = max(accuracy(unit * 10.0**power) for power in range(-4, 4))
+    assert accuracy(chosen) > best - 0.02 and accuracy(unit * 1e-4) < best - 0.05
+
+
+# Recorded numbers
+
+
+def recorded_like(goldens: Path, rule: str, features: int, projection: Tensor, **options: Any) -> Ridge:
+    made = Ridge(features, rule=rule, width=projection.shape[1], storage="float64", **options)
+    made.projection = projection.double()
+    return made
+
+
+def test_the_recorded_ranpac(goldens: Path) -> None:
+    recorded = load_file(goldens / "ranpac.safetensors")
+    made = recorded_like(goldens, "ranpac", 24, recorded["random_projection"])
+    made.add_task(9)  # the recording's targets have a column for every class of all tasks
+    for task in range(3):
+        tensors = {key: recorded[f"task{task}.{key}"] for key in ("features", "labels", "ridge_losses", "weight")}
+        h, y = made.lifted(tensors["features"]), F.one_hot(tensors["labels"], 9)
+        errors = current_task_errors(h, y, made.options.held_out)
+        torch.testing.assert_close(
+            errors, tensors["ridge_losses"], rtol=2e-5, atol=0
+        )  # small ridges are ill-conditioned
+        made.update(tensors["features"], tensors["labels"])
+        made.finish_task()
+        assert made.ridge == recorded[f"task{task}.ridge"] and made.ridge in CURRENT
+        torch.testing.assert_close(made._gram().block(slice(0, 40), torch.float64), recorded[f"task{task}.gram"])
+        torch.testing.assert_close(made.sums.T, recorded[f"task{task}.class_sums"])
+        seen = len(tensors["weight"])
+        torch.testing.assert_close(made.weights[:seen], tensors["weight"], rtol=1e-7, atol=1e-9)
+
+
+def test_the_recorded_acil(goldens: Path) -> None:
+    """Its recursive least squares are this ridge regression."""
+    recorded = load_file(goldens / "acil.safetensors")
+    made = recorded_like(goldens, "acil", 6, recorded["random_projection.weight"].T)
+    for chunk in range(3):
+        features, labels = recorded[f"chunk{chunk}.features"], recorded[f"chunk{chunk}.labels"]
+        torch.testing.assert_close(made.lifted(features), recorded[f"chunk{chunk}.expanded_features"])
+        made.update(features, labels)
+        made.finish_task()
+        torch.testing.assert_close(made.weights.T, recorded[f"chunk{chunk}.recursive.weight"], rtol=1e-8, atol=1e-10)
+        inverse = torch.linalg.inv(made._gram().block(slice(0, 20), torch.float64) + 0.1 * torch.eye(20))
+        torch.testing.assert_close(inverse, recorded[f"chunk{chunk}.recursive.R"], rtol=1e-6, atol=1e-6)  # a recursion
+    scores = made.scores(recorded["test.features"])
+    torch.testing.assert_close(scores, recorded["test.recursive_scores"], rtol=1e-8, atol=1e-10)
+
+
+def test_the_bound_of_the_comparison_is_below_the_scores() -> None:
+    """`assert_alike` could not tell scores apart otherwise."""
+    assert rounding(10**4 * D * WIDTH) < 1e-3
