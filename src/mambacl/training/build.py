@@ -124,7 +124,7 @@ def build(
         else:
             checkpoints.load_backbone(folder, model)
         model.eval()
-        _check_image_size(model, stream.transforms.size, config.backbone)
+        check_image_size(model, stream.transforms.size, config.backbone)
         method = _method(config, folder, stream, method_class, model.to(device))
     return Parts(config, model, stream, method, device, loop, watch, described)
 
@@ -166,7 +166,7 @@ def _method(
 
 
 @torch.no_grad()
-def _check_image_size(model: nn.Module, size: int, name: str) -> None:
+def check_image_size(model: nn.Module, size: int, name: str) -> None:
     """Refuses an image size that the model cannot take, before anything is written."""
     default_cfg: Any = model.default_cfg
     own = default_cfg["input_size"][-1]
