@@ -47,7 +47,7 @@ from mambacl.log import logger
 from mambacl.ops.precision import at_least_float32, float32_products, full_precision
 from mambacl.options import build_config
 
-WAITING = 256 * 10**6  # bytes of features that wait at most
+WAITING = 10**9  # bytes of features that wait at most
 LIFTED = 10**9  # bytes of lifted features at a time
 FLOAT64_UNITS = 32768  # more are solved in float32
 
