@@ -21,6 +21,7 @@ from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 from mambacl.nullspace import Setting
+from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
 
@@ -156,8 +157,11 @@ class Method:
         for images, labels in batches:
             images, labels = images.to(self.device), labels.to(self.device)
             for view in (images, images.flip(3)) if mirrored else (images,):
-                self.classifier.update(self.classifier_input(view), labels)
-        self.classifier.finish_task()
+                features = self.classifier_input(view)
+                with full_precision(features):  # autocast is for the backbone only
+                    self.classifier.update(at_least_float32(features), labels)
+        with full_precision(next(self.model.parameters())):
+            self.classifier.finish_task()
 
     def moved(self) -> list[dict[str, Tensor]]:
         """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
