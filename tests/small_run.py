@@ -14,6 +14,7 @@ import torch
 
 CONFIG: dict[str, Any] = {
     "name": "small",
+    "method": "mamba-cl",
     "backbone": "defocus_mamba",
     "pretrained": False,
     "backbone_options": {

@@ -48,12 +48,14 @@ def test_no_preset_is_missing_from_the_recording() -> None:
 
 
 def test_a_run_folder_of_an_earlier_version_is_read_as_it_was() -> None:
+    """All that it says stands; newer options have their defaults."""
     text = (GOLDENS / "config.yaml").read_text()
-    config = from_dict(parse_yaml(text, "config.yaml"))
-    given = {"stream.order": [1, 0, *range(2, 10)], "training": {"lr": 1e-7}, "seed": 4, "options": {"alpha": 0.5}}
-    given["precision"] = "float32"  # the default of that version
-    covariance = {"stream.transforms.covariance": {"augment": "flip"}, "nullspace.blocks": [1, 2]}
-    assert config == resolve("demo", {**given, **covariance})
+    values = parse_yaml(text, "config.yaml")
+    config = from_dict(values)
+    said, found, defaults = (dict(flat(tree)) for tree in (values, config.as_dict(), RunConfig().as_dict()))
+    assert found == {key: said.get(key, defaults.get(key)) for key in found}
+    assert (config.method, config.precision, config.nullspace.blocks) == ("mamba-cl", "float32", [1, 2])
+    assert config.stream.order == [1, 0, *range(2, 10)] and config.options == {"alpha": 0.5}
     written = config.as_yaml().splitlines()
     assert [line for line in written if line in text.splitlines()] == text.splitlines()  # and maybe newer ones
 
@@ -107,6 +109,66 @@ def test_wrong_extensions(tmp_path: Path) -> None:
         resolve({"extends": [1]}, {})
     with pytest.raises(UserError, match="no option 'extends'"):
         resolve("demo", {"extends": "images"})
+
+
+LAYERS = """
+extends: first.yaml
+training: {lr: 3e-3}
+for_method:
+  sequential: {training.lr: 4e-3, seed: 8}
+  frozen: {training: {passes: 2}, classifier: lda}
+"""
+
+
+def test_options_for_one_method_follow_their_layer(tmp_path: Path) -> None:
+    """first.yaml, its options for the method, second.yaml, its options for the method, the user's options."""
+    first = "method: frozen\ntraining: {lr: 1e-3, head_lr: 1e-3}\nfor_method: {sequential: {training: {head_lr: 2e-3}}}"
+    write(tmp_path / "first.yaml", first)
+    second = write(tmp_path / "second.yaml", LAYERS)
+
+    def chosen(**overrides: Any) -> tuple[Any, ...]:
+        config = resolve(second, overrides)
+        training = config.training
+        return config.method, training.lr, training.head_lr, training.passes, config.classifier, config.seed
+
+    passes = RECIPES["paper"].passes
+    assert chosen() == ("frozen", 3e-3, 1e-3, 2, "lda", 0)
+    assert chosen(method="sequential") == ("sequential", 4e-3, 2e-3, passes, "auto", 8)
+    assert chosen(method="mamba-cl") == ("mamba-cl", 3e-3, 1e-3, passes, "auto", 0)
+    assert chosen(method="sequential", training={"lr": 5e-3}, seed=1) == ("sequential", 5e-3, 2e-3, passes, "auto", 1)
+    assert "for_method" not in resolve(second, {}).as_dict()
+
+
+def test_the_layer_behind_options_for_a_method_wins_over_them(tmp_path: Path) -> None:
+    write(tmp_path / "first.yaml", "for_method: {analytic: {seed: 3, training: {lr: 1e-5}}}")
+    config = resolve(write(tmp_path / "second.yaml", "extends: first.yaml\nseed: 4"), {})
+    assert config.method == RunConfig.method == "analytic" and (config.seed, config.training.lr) == (4, 1e-5)
+
+
+def test_options_for_a_method_can_name_a_setting() -> None:
+    """As in any layer, that drops earlier changes to another setting."""
+    source = {"nullspace": {"eta": 0.5}, "for_method": {"mamba-cl": {"setting": "exact", "nullspace": {"blocks": 2}}}}
+    assert resolve(source, {"method": "mamba-cl"}).nullspace == SETTINGS["exact"].override(blocks=2)
+    assert resolve(source, {"method": "sequential"}).nullspace == SETTINGS["paper"].override(eta=0.5)
+    assert source["for_method"]  # the caller's
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ([1], "for_method takes the options of each method"),
+        (None, "for_method takes the options of each method"),
+        ({"frozen": 3}, "for_method takes the options of each method"),
+        ({"frozne": {}}, r"no method 'frozne'\. Did you mean 'frozen'\?"),
+        ({"frozen": {"trainig": {}}}, r"no option 'trainig'\. Did you mean 'training'"),
+    ],
+)
+def test_wrong_options_for_a_method(value: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        resolve({"method": "frozen", "for_method": value}, {})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="method takes text"):
+        resolve({"method": ["frozen"], "for_method": {"frozen": {}}}, {})
 
 
 def test_neither_presets_nor_checks_load_pytorch_or_numpy() -> None:

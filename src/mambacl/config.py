@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from mambacl.backbones.feature_options import FeatureOptions
 from mambacl.data.config import StreamConfig
 from mambacl.errors import UserError
+from mambacl.features import FeatureOptions
 from mambacl.files import expanded
+from mambacl.methods.registry import METHODS
 from mambacl.nullspace.settings import Setting, given_rules, setting_named
 from mambacl.options import (
     Must,
@@ -152,7 +153,10 @@ def _with_method_options(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         by_method = layer.pop("for_method", {})
         if not isinstance(by_method, Mapping) or not all(isinstance(entry, Mapping) for entry in by_method.values()):
             raise UserError("for_method takes the options of each method: `for_method: {sequential: {training: ...}}`.")
-        made += [layer, *([nested(by_method[method])] if method in by_method else [])]
+        for name in by_method:
+            METHODS.check(str(name))
+        chosen = [nested(options) for name, options in by_method.items() if name == method]
+        made += [layer, *chosen]
     return made
 
 

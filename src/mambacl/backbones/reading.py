@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.feature_options import POOLS
 from mambacl.backbones.layers import Backbone, chosen_indices
 from mambacl.errors import UserError
+from mambacl.features import POOLS
 from mambacl.ops.precision import at_least_float32
 
 Depths = str | int | Sequence[int]

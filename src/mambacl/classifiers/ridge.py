@@ -104,7 +104,7 @@ class Ridge(StatisticsClassifier):
         """An empty classifier with the same lift, which can later be merged into the other."""
         made = cls(other.num_features, **asdict(other.asked))
         made.center, made.scale = other.center.clone(), other.scale.clone()
-        made.projection = other.projection  # never changes
+        made.projection, made.phases = other.projection, other.phases  # never change
         return made.to(other.sums.device)
 
     @property

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.backbones.feature_options import FeatureOptions
 from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
+from mambacl.features import FeatureOptions
 from mambacl.nullspace import Setting
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
