@@ -102,7 +102,10 @@ class Method:
         """The classifier that the configuration names."""
         named = self.setup.classifier
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
-        options = build_config(kind.options_class, self.setup.classifier_options, kind.name)
+        given = dict(self.setup.classifier_options)
+        if "seed" in kind.options_class.__dataclass_fields__:
+            given.setdefault("seed", self.setup.seed)
+        options = build_config(kind.options_class, given, kind.name)
         if kind.trains and self.reader.indices:
             raise UserError(
                 f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
