@@ -10,12 +10,17 @@ from torch import nn
 
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.errors import UserError
+from mambacl.features import FeatureOptions
 from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.nullspace import SETTINGS
 from mambacl.registry import Registry
 
+TRAINING = [name for name in METHODS.names() if METHODS.get(name).trains]
+SMALL = {"ridge": {"width": 100}}  # options of classifiers, for speed
+COMPUTED = [name for name in CLASSIFIERS.names() if not CLASSIFIERS.get(name).trains]
 
-@pytest.mark.parametrize("name", METHODS.names())
+
+@pytest.mark.parametrize("name", TRAINING)
 def test_the_contract(name: str, tiny_model: Callable[..., nn.Module]) -> None:
     method = METHODS.get(name)(tiny_model(), Setup())
     assert method.name == name and method.summary
@@ -36,14 +41,53 @@ def test_the_contract(name: str, tiny_model: Callable[..., nn.Module]) -> None:
     torch.testing.assert_close(other.predict(images), method.predict(images), rtol=0, atol=0)
 
 
+def test_analytic_trains_nothing(tiny_model: Callable[..., nn.Module]) -> None:
+    """No heads, no parameters that change with a step; all it learns is in the classifier, which sees every depth."""
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    setup = Setup(classifier_options=SMALL["ridge"])
+    method, other = (METHODS.get("analytic")(m, setup) for m in (model, tiny_model()))
+    assert not method.trains and method.summary and method.classifier.name == "ridge"
+    assert method.reader.indices == [0, 1] and method.classifier.num_features > 2 * method.num_features
+    images, labels = torch.randn(10, 3, 16, 16), torch.arange(10) % 5
+    for task, classes in enumerate((2, 3)):
+        method.start_task(Task(task, classes, first_label=2 * task, seed=task))
+        assert method.predict(images).shape == (10, 2 + 3 * task)
+        chosen = labels < 2 if task == 0 else labels >= 2
+        assert method.finish_task([(images[chosen], labels[chosen])]) == {}
+        method.fit_classifier([(images[chosen], labels[chosen])])
+    assert not len(method.heads.heads) and not method.state_dict() and method.needs_task_state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    by_hand = CLASSIFIERS.get("ridge")(method.reader.num_features, width=100)
+    for chosen in (labels < 2, labels >= 2):
+        by_hand.update(method.reader(images[chosen]), labels[chosen])
+        by_hand.finish_task()
+    assert torch.equal(method.predict(images), by_hand.scores(method.reader(images)))
+    other.load_state_dict(method.state_dict())
+    other.load_task_state_dict(method.task_state_dict())
+    assert torch.equal(other.predict(images), method.predict(images))
+
+
+@pytest.mark.parametrize("classifier", [name for name in CLASSIFIERS.names() if name not in COMPUTED])
+def test_analytic_takes_no_classifier_that_trains(classifier: str, tiny_model: Callable[..., nn.Module]) -> None:
+    with pytest.raises(
+        UserError, match=f"'analytic' trains nothing, but the classifier '{classifier}'.* frozen.* ridge"
+    ):
+        METHODS.get("analytic")(tiny_model(), Setup(classifier=classifier))
+
+
 @pytest.mark.parametrize("name", METHODS.names())
 def test_predictions_do_not_depend_on_the_batch(name: str, tiny_model: Callable[..., nn.Module]) -> None:
-    method = METHODS.get(name)(tiny_model(), Setup())
+    options = SMALL.get(METHODS.get(name).own_classifier, {})
+    method = METHODS.get(name)(tiny_model(), Setup(classifier_options=options))
     method.start_task(Task(0, classes=5, first_label=0, seed=0))
     images = torch.randn(6, 3, 16, 16)
+    if method.classifier.updates:
+        method.fit_classifier([(torch.randn(20, 3, 16, 16), torch.arange(20) % 5)])
     with torch.no_grad():
-        together = method.predict(images)
-        alone = torch.cat([method.predict(image[None]) for image in images])
+        together = method.answer(images)
+        alone = torch.cat([method.answer(image[None]) for image in images])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
     assert torch.equal(together.argmax(1), alone.argmax(1))
 
@@ -63,42 +107,104 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Methods with classifiers; EASE answers with its own prototypes."""
-    return [(method, name) for method in METHODS.names() if method != "ease" for name in CLASSIFIERS.names()]
+    """Methods with classifiers; EASE answers with its own prototypes, and a method that trains nothing takes no
+    classifier that trains."""
+    methods = [method for method in METHODS.names() if method != "ease"]
+    return [(m, name) for m in methods for name in (CLASSIFIERS.names() if METHODS.get(m).trains else COMPUTED)]
 
 
 @pytest.mark.parametrize("name, classifier", combinations())
 def test_every_method_with_every_classifier(name: str, classifier: str, tiny_model: Callable[..., nn.Module]) -> None:
     """Two tasks; the answers are the classifier's, and a state taken up in the middle of a task gives the same."""
     images, labels = torch.randn(10, 3, 16, 16), torch.arange(10) % 5
-    setup = Setup(classifier=classifier)
+    setup = Setup(classifier=classifier, classifier_options=SMALL.get(classifier, {}))
     method, other = (METHODS.get(name)(tiny_model(), setup) for _ in range(2))
     for task, classes in enumerate((2, 3)):
         method.start_task(Task(task, classes, first_label=2 * task, seed=task))
-        roles = method.named_parameters()
-        optimizer = method.wrap(torch.optim.Adam([p for named in roles.values() for _, p in named], lr=1e-3))
         chosen = labels < 2 if task == 0 else labels >= 2
-        loss, _ = method.loss(images[chosen], labels[chosen])
-        loss.backward()
-        optimizer.step()
+        if method.trains:
+            roles = method.named_parameters()
+            optimizer = method.wrap(torch.optim.Adam([p for named in roles.values() for _, p in named], lr=1e-3))
+            loss, _ = method.loss(images[chosen], labels[chosen])
+            loss.backward()
+            optimizer.step()
         if task == 1:  # in the middle of a task
             assert method.predict(images).shape == (10, 5)
             other.load_state_dict(method.state_dict())
             if state := method.task_state_dict():
                 other.load_task_state_dict(state)
+            if not method.trains:  # a checkpoint is never in the middle of a task
+                other.start_task(Task(task, classes, first_label=2, seed=task))
             assert torch.equal(other.predict(images), method.predict(images))
         for one in (method, other) if task == 1 else (method,):
             one.finish_task([(images[chosen], labels[chosen])])
+            if one.classifier.updates:
+                one.fit_classifier([(images[chosen], labels[chosen])])
     assert method.classifier.name == classifier and method.heads.trains
     assert torch.equal(other.predict(images), method.predict(images))
+    seen = method.reader(images) if method.reader.indices else method.model(images)
+    assert torch.equal(method.predict(images), method.classifier.scores(seen))
     if classifier == "nearest-mean":
-        nearest = torch.cdist(method.model(images), method.classifier.means().float()).argmin(1)
+        assert method.classifier.counts.tolist() == [2] * 5
+        nearest = torch.cdist(seen, method.classifier.means().float()).argmin(1)
         assert torch.equal(method.predict(images).argmax(1), nearest)
 
 
 def test_a_method_with_an_answer_of_its_own_takes_no_classifier(tiny_model: Callable[..., nn.Module]) -> None:
     with pytest.raises(UserError, match="'ease' predicts by its prototypes"):
         METHODS.get("ease")(tiny_model(), Setup(classifier="separate"))
+
+
+# What a classifier sees
+
+
+@pytest.mark.parametrize("mirror", ["none", "learning", "both"])
+@pytest.mark.parametrize("name, classifier", [("analytic", "ridge"), ("frozen", "lda"), ("frozen", "separate")])
+def test_mirror_images(name: str, classifier: str, mirror: str, tiny_model: Callable[..., nn.Module]) -> None:
+    """Statistics include them in learning; the answer is the sum over both views if they are used at test too."""
+    images, labels = torch.randn(10, 3, 16, 16), torch.arange(10) % 5
+    options = {"width": 100, "ridge": 10.0} if classifier == "ridge" else {}
+    setup = Setup(classifier=classifier, classifier_options=options, features=FeatureOptions(mirror=mirror))
+    method = METHODS.get(name)(tiny_model(), setup)
+    method.start_task(Task(0, classes=5, first_label=0, seed=0))
+    if method.classifier.updates:
+        method.fit_classifier([(images[:4], labels[:4]), (images[4:], labels[4:])])
+        by_hand = CLASSIFIERS.get(classifier)(method.reader.num_features, **options)
+        for part in (images,) if mirror == "none" else (images, images.flip(3)):
+            by_hand.update(method.reader(part), labels)
+        by_hand.finish_task()
+        # other batches of the same images: rounding, times the condition of the matrix
+        torch.testing.assert_close(method.predict(images), by_hand.scores(method.reader(images)), rtol=1e-3, atol=1e-3)
+        counts = next(t for key, t in method.classifier.state_dict().items() if key.endswith("counts"))
+        assert counts.sum() == 10 + 10 * (mirror != "none")
+    with torch.no_grad():
+        views = [images, images.flip(3)] if mirror == "both" else [images]
+        expected = torch.stack([method.predict(view) for view in views]).sum(0)
+        assert torch.equal(method.answer(images), expected)
+        assert torch.equal(method.scores([method.classifier_input(view) for view in method.views(images)]), expected)
+        if mirror == "both":
+            assert not torch.allclose(expected, 2 * method.predict(images))
+            torch.testing.assert_close(method.answer(images.flip(3)), expected)
+
+
+def test_what_trains_does_not_see_other_depths(tiny_model: Callable[..., nn.Module]) -> None:
+    for name, classifier in (("frozen", "separate"), ("mamba-cl", "auto"), ("frozen", "cosine"), ("frozen", "aligned")):
+        with pytest.raises(UserError, match=r"trains on the final feature: set features\.depths to final, or .* ridge"):
+            METHODS.get(name)(tiny_model(), Setup(classifier=classifier, features=FeatureOptions(depths="all")))
+    with pytest.raises(UserError, match=r"'ease' .* final feature.* features\.depths"):
+        METHODS.get("ease")(tiny_model(), Setup(features=FeatureOptions(depths=1)))
+    METHODS.get("mamba-cl")(tiny_model(), Setup(classifier="lda", features=FeatureOptions(depths="all")))
+
+
+def test_depths_and_pools_by_name(tiny_model: Callable[..., nn.Module]) -> None:
+    images = torch.randn(4, 3, 16, 16)
+    for options, name, width in (
+        (FeatureOptions(depths="final"), "analytic", 32),
+        (FeatureOptions(depths=[1], pool=["std"]), "frozen", 64),
+        (FeatureOptions(depths=2, pool=["quadrants", "mean"]), "analytic", 11 * 32),
+    ):
+        method = METHODS.get(name)(tiny_model(), Setup(classifier="nearest-mean", features=options))
+        assert method.classifier.num_features == width == method.classifier_input(images).shape[1]
 
 
 def test_options_of_a_classifier(tiny_model: Callable[..., nn.Module]) -> None:

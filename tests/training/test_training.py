@@ -24,7 +24,8 @@ from mambacl.classifiers import CLASSIFIERS
 from mambacl.config import resolve
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
-from mambacl.training import checkpoints
+from mambacl.methods.analytic import Analytic
+from mambacl.training import checkpoints, loop
 from mambacl.training.api import terminable
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, TrainingError, make_optimizer
@@ -119,16 +120,23 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
     "method, classifier",
     [
         *((method, "auto") for method in METHODS.names()),
-        *((method, name) for method in METHODS.names() if method != "ease" for name in CLASSIFIERS.names()),
+        *(
+            (method, name)
+            for method in METHODS.names()
+            for name in CLASSIFIERS.names()
+            if method != "ease" and (METHODS.get(method).trains or not CLASSIFIERS.get(name).trains)
+        ),
     ],
 )
 @pytest.mark.usefixtures("few_test_images")
 def test_every_method_trains_resumes_and_evaluates(method: str, classifier: str, tmp_path: Path) -> None:
     """With its own classifier and with every other; EASE answers with its own prototypes."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(whole, method=method, classifier=classifier)
-    with interrupted_after(7):
-        train(broken, method=method, classifier=classifier)
+    options = {"width": 100} if "ridge" in (classifier, METHODS.get(method).own_classifier) else {}
+    chosen = {"method": method, "classifier": classifier, "classifier_options": options}
+    train(whole, **chosen)
+    with interrupted_after(7 if METHODS.get(method).trains else 2):
+        train(broken, **chosen)
     mambacl.resume(broken)
     assert_same_run(whole, broken)
     evaluation = mambacl.evaluate(whole)
@@ -150,6 +158,63 @@ def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
     with pytest.raises(UserError, match=r"no classifier 'nearest'. Did you mean 'nearest-mean'"):
         train(tmp_path / "other", classifier="nearest")
     assert not (tmp_path / "other").exists()
+
+
+ANALYTIC: dict[str, Any] = {"method": "analytic", "classifier_options": {"width": 100}}
+
+
+@pytest.mark.usefixtures("few_test_images")
+@pytest.mark.parametrize("mirror", ["none", "both"])
+def test_a_run_without_training(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It resumes after each task, answers the same whether or not it keeps the test images' features, says what its
+    classifier sees and how large it is, and has no epochs."""
+    options = {**ANALYTIC, "features.mirror": mirror}
+    run = train(tmp_path / "whole", **options)
+    for count in (1, 2):
+        with interrupted_after(count):
+            train(tmp_path / str(count), **options)
+        mambacl.resume(tmp_path / str(count))
+        assert_same_run(run.folder, tmp_path / str(count))
+    monkeypatch.setattr(loop, "KEPT", 0)
+    again = train(tmp_path / "again", **options)
+    assert again.results["correct"] == run.results["correct"]
+    assert_same_run(run.folder, again.folder)
+    evaluation = mambacl.evaluate(run.folder, batch_size=7)
+    assert_counts_alike(evaluation.counted, run.results["correct"][-1])
+
+    results, state = run.results, load_file(run.folder / "checkpoints" / "task-02.safetensors")
+    assert results["classifier"] == "ridge" and results["images_per_second"] == 0
+    assert results["classifier_bytes"] == sum(tensor.nbytes for tensor in state.values()) > 1e4
+    pool = {"count": 160, "depths": [0, 1], "pool": ["class", "mean"]}
+    assert results["features"] == {**pool, "mirror": mirror}
+    assert results["seconds"]["classifier"] > 0 and results["seconds"]["train"] == 0
+    assert [json.loads(line)["event"] for line in (run.folder / "metrics.jsonl").open()] == ["task"] * 3
+    assert state["classifier/counts"].tolist() == [8 if mirror == "none" else 16] * 10
+    assert results["metrics"]["final_accuracy_tasks"] > 0.3
+
+
+def test_the_size_of_a_classifier_counts_only_what_is_computed(uninterrupted: Path) -> None:
+    results = json.loads((uninterrupted / "results.json").read_text())
+    assert not {"classifier_bytes", "features", "classifier"} & set(results)
+
+
+def test_features_that_are_kept_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test image passes through the model once if its features are kept, and once after each task if not."""
+    seen = 0
+    plain = Analytic.classifier_input
+
+    def counted(self: Analytic, images: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        seen += len(images)
+        return plain(self, images)
+
+    monkeypatch.setattr(Analytic, "classifier_input", counted)
+    train(tmp_path / "kept", **ANALYTIC)
+    assert seen == 80 + 1000
+    monkeypatch.setattr(loop, "KEPT", 0)
+    seen = 0
+    train(tmp_path / "again", **ANALYTIC)
+    assert seen == 80 + 3 * 400 + 2 * 300 + 300
 
 
 def test_a_run_folder_from_before_classifiers_had_names_resumes(uninterrupted: Path, interrupted: Path) -> None:
@@ -382,7 +447,7 @@ def test_the_loop_knows_no_method_by_name() -> None:
     import inspect
 
     source = inspect.getsource(inspect.getmodule(Loop))  # type: ignore[arg-type]
-    assert not any(name in source for name in ("mamba-cl", "MambaCL", "sequential", "frozen"))
+    assert not any(name in source for name in ("mamba-cl", "MambaCL", "sequential", "frozen", "analytic", "Analytic"))
 
 
 def test_overrides_of_the_python_interface_nest_and_have_dots() -> None:

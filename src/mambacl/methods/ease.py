@@ -62,6 +62,8 @@ class Ease(Method):
     def make_classifier(self) -> CosineHeads:
         if self.setup.classifier != "auto" or self.setup.classifier_options:
             raise UserError("The method 'ease' predicts by its prototypes: leave classifier at auto, without options.")
+        if self.reader.indices:
+            raise UserError("The method 'ease' has prototypes of the final feature only: set features.depths to final.")
         return CosineHeads(self.num_features, self.options.cosine_scale)
 
     def start_task(self, task: Task) -> None:

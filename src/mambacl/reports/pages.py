@@ -22,6 +22,7 @@ def run_page(record: RunRecord) -> Page:
         "run": record,
         "classes": len({class_id for task in record.tasks for class_id in task}),
         "headline": _headline(record),
+        "features": _features(record),
         "accuracy": _accuracy(record),
         "forgetting": _forgetting(record),
         "training": _training(record),
@@ -59,6 +60,18 @@ def _headline(record: RunRecord) -> list[tuple[Metric, Value | None]]:
     return [(metric, None if value is None else Value(100 * value)) for metric, value in values]
 
 
+def _features(record: RunRecord) -> str:
+    """What the classifier sees, if it is computed from features; empty if not."""
+    match record.results.get("features"):
+        case {"count": int(count), "depths": list(depths), "pool": list(pool), "mirror": mirror}:
+            named = (
+                f"{len(depths)} depth{'' if len(depths) == 1 else 's'} ({', '.join(map(str, pool))}) and the final one"
+            )
+            views = {"learning": ", mirror images in learning", "both": ", mirror images"}.get(str(mirror), "")
+            return f"{named if depths else 'final'}, {count:,} values{views}"
+    return ""
+
+
 def _accuracy(record: RunRecord) -> Data:
     if not record.tasks_done:
         return {}
@@ -94,12 +107,13 @@ def _training(record: RunRecord) -> Data:
             "colour": figures.COLOURS[i % len(figures.COLOURS)],
         }
         for i, (name, value) in enumerate(seconds.items())
-        if total > 0
+        if value > 0
     ]
     return {
         "phases": phases,
         "speed": record.results.get("images_per_second"),
         "memory": record.results.get("peak_memory_bytes"),
+        "classifier": record.results.get("classifier_bytes"),
         "curves": Picture("training.png", figures.png(figures.training_curves(record))) if record.epochs else None,
     }
 

@@ -86,8 +86,16 @@ class Parts:
             "tasks": self.stream.tasks,
             "scenario": self.stream.scenario,
         }
-        if config.classifier != "auto":
-            header["classifier"] = config.classifier
+        classifier, reader = self.method.classifier, self.method.reader
+        if config.classifier != "auto" or classifier.updates:
+            header["classifier"] = classifier.name
+        if classifier.updates:
+            header["features"] = {
+                "count": reader.num_features,
+                "depths": reader.indices,
+                "pool": list(reader.pool) if reader.indices else [],
+                "mirror": config.features.mirror,
+            }
         if self.stream.domains is not None:
             header["domains"] = self.stream.domains.names
         if skipped := self.stream.dataset.skipped:

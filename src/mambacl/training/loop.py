@@ -325,8 +325,14 @@ class Loop:
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
+            **self._classifier_size(),
             "versions": versions(),
         }
+
+    def _classifier_size(self) -> dict[str, int]:
+        """The size of a classifier that is computed from features, once it has any."""
+        classifier = self.method.classifier
+        return {"classifier_bytes": classifier.nbytes} if classifier.updates and self.position.correct else {}
 
 
 PHASES = ("train", "covariance", "decomposition", "evaluate")
