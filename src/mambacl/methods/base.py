@@ -7,7 +7,7 @@ entry point group `mambacl.methods`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -103,7 +103,7 @@ class Method:
         named = self.setup.classifier
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
         given = dict(self.setup.classifier_options)
-        if "seed" in kind.options_class.__dataclass_fields__:
+        if any(option.name == "seed" for option in fields(kind.options_class)):
             given.setdefault("seed", self.setup.seed)
         options = build_config(kind.options_class, given, kind.name)
         if kind.trains and self.reader.indices:
