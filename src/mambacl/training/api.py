@@ -16,7 +16,6 @@ from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.ops.precision import float32_products, resolve_precision
-from mambacl.options import nested
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
 from mambacl.training.build import Parts, build, check_stream, pick_device
@@ -24,8 +23,6 @@ from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences
 from mambacl.training.loop import Loop, TrainingError
 from mambacl.training.seconds import Watch
-
-USED_WITHOUT_TRAINING = ("headline", "covariance_batch_size", "eval_batch_size", "workers")
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,6 @@ def train(
             )
         return _continue(folder, resolved, watch, loop)
     parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
-    given = nested(overrides).get("training", {})
-    ignored = [f"training.{name}" for name in given if name not in USED_WITHOUT_TRAINING]
-    if ignored and not parts.method.trains:
-        logger.warning("%s trains nothing and ignores %s.", resolved.method, ", ".join(ignored))
     with watch.phase("data"):
         parts.stream.dataset.check()
         described = parts.described.result()

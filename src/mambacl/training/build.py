@@ -56,6 +56,7 @@ class Parts:
         if self.config.pretrained is False:
             lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE loads a checkpoint).")
         if not self.method.trains:
+            lines.append("Nothing trains, so options for training and for the null space have no effect.")
             return "\n".join(lines)
         if min(len(task) for task in tasks) == 1:
             lines.append("A task with a single class teaches nothing: its classifier has only one answer.")
