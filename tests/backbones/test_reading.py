@@ -30,11 +30,31 @@ def read_plainly(model, batch, indices):
     maps = model.forward_intermediates(batch, intermediates_only=True)
     outputs, parts = hooked_depths(model, batch), []
     for index in indices:
-        class_token, image = split_plainly(model, outputs[index], *maps[index].shape[2:])
-        parts += [] if class_token is None else [class_token]
-        parts.append(sum(image[:, :, r, c] for r in range(image.shape[2]) for c in range(image.shape[3])))
-        parts[-1] = parts[-1] / (image.shape[2] * image.shape[3])
+        parts += pooled_plainly(*split_plainly(model, outputs[index], *maps[index].shape[2:]), ("class", "mean"))
     return torch.cat([*parts, model(batch)], dim=1)
+
+
+def pooled_plainly(class_token, image, pool):
+    """What `pool` names, place by place, from a map (b, c, h, w). The quadrants of an odd map share its middle."""
+    height, width = image.shape[2:]
+    places = [(r, c) for r in range(height) for c in range(width)]
+
+    def mean(chosen):
+        return sum(image[:, :, r, c] for r, c in chosen) / len(chosen)
+
+    halves = [(range(-(-size // 2)), range(size // 2, size)) for size in (height, width)]
+    parts = []
+    for name in pool:
+        if name == "class":
+            parts += [] if class_token is None else [class_token]
+        elif name == "mean":
+            parts.append(mean(places))
+        elif name == "std":
+            squares = sum((image[:, :, r, c] - mean(places)).square() for r, c in places)
+            parts.append((squares / len(places)).sqrt())
+        else:
+            parts += [mean([(r, c) for r in rows for c in columns]) for rows in halves[0] for columns in halves[1]]
+    return parts
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -54,6 +74,30 @@ def test_it_reads_what_hooks_see(family, options, depths):
     assert features.shape == (2, reader.num_features) and features.dtype == torch.float32
     assert_near(features, expected, terms=64)
     assert torch.equal(features[:, -model.num_features :], model(batch))  # the model's own feature, bit for bit
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pool", ["std", "quadrants", "quadrants class", "class mean std quadrants"])
+def test_every_pool_is_that_of_a_plain_reading(model, pool):
+    """In the order of their names, for even and odd maps."""
+    odd, even, pool = 0, 0, pool.split()
+    for height, width in ((24, 40), (36, 20)):
+        batch, reader, parts = images(height=height, width=width), FeatureReader(model, "all", pool), []
+        maps = model.forward_intermediates(batch, intermediates_only=True)
+        for output, shown in zip(hooked_depths(model, batch), maps, strict=True):
+            size = shown.shape[2:]
+            odd, even = odd + any(side % 2 for side in size), even + any(side % 2 == 0 for side in size)
+            parts += pooled_plainly(*split_plainly(model, output, *size), pool)
+        features = reader(batch)
+        assert features.shape == (2, reader.num_features)
+        assert_near(features, torch.cat([*parts, model(batch)], dim=1), terms=64)
+    assert odd and even
+
+
+def test_wrong_pools(model):
+    for pool in ([], ["max"], ["mean", "max"]):
+        with pytest.raises(UserError, match="pool must be a list of class, mean, std, quadrants, got"):
+            FeatureReader(model, "all", pool)
 
 
 def test_how_many_values_nano_has():

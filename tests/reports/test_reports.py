@@ -19,7 +19,9 @@ from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 from PIL import Image
 from reports_help import make_run
+from small_run import CONFIG
 
+import mambacl
 from mambacl.errors import UserError
 from mambacl.files import write_tensors
 from mambacl.nullspace import NullSpace
@@ -268,6 +270,41 @@ def test_the_page_of_a_run(tmp_path, space_state):
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     write_report([folder])
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.usefixtures("few_test_images")
+def test_the_page_of_a_run_without_training(tmp_path):
+    """No epochs, no loss curve, no speed; the page says what the classifier sees and how large it is."""
+    options = {"classifier_options": {"width": 100}, "features": {"mirror": "both"}}
+    run = mambacl.train(CONFIG, method="analytic", out=str(tmp_path / "run"), **options)
+    page, html = checked(write_report([run.folder]))
+    words = " ".join(" ".join(page.words).split())
+    for expected in ("analytic on small", "classifier ridge", "2 depths (class, mean) and the final one, 160 values"):
+        assert expected in words, expected
+    assert "160 values, mirror images" in words and f"{run.results['classifier_bytes'] / 1e6:,.1f} MB" in words
+    absent_words = "images per second|Training and time|Null space|Consistency audit|None|nan|epochs"
+    for absent in absent_words.split("|"):
+        assert absent not in words.split("Configuration To reproduce")[0], absent
+    assert not re.search(r"<(ul|dl|p|section)[^>]*>\s*</\1>", html)  # nothing is empty
+    check_pictures(run.folder / "figures", {"accuracy.png", "matrix.png", "forgetting.png"})
+    other = make_run(tmp_path / "other", *many_tasks(3, 0.02), method="mamba-cl", epochs=2, benchmark="small")
+    assert "analytic" in "".join(checked(write_report([run.folder, other], tmp_path / "both"))[0].words)
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({"count": 32, "depths": [], "pool": [], "mirror": "none"}, "features final, 32 values"),
+        ({"count": 1728, "depths": [3], "pool": ["std"], "mirror": "learning"},
+         "features 1 depth (std) and the final one, 1,728 values, mirror images in learning"),
+        ("rubbish", None),
+    ],
+)  # fmt: skip
+def test_the_features_that_a_page_names(tmp_path, features, expected):
+    folder = make_run(tmp_path / "a", TWO_TASKS[0], [100, 50], features=features, classifier_bytes=2.5e6)
+    words = " ".join(" ".join(checked(write_report([folder]))[0].words).split())
+    assert "2.5 MB" in words
+    assert ("features" in words.split("Final accuracy")[0]) == (expected is not None) and (expected or "") in words
 
 
 def test_the_page_of_a_run_that_is_not_finished(tmp_path):
