@@ -10,7 +10,7 @@ BIN := .venv/bin
 .PHONY: demo test test-fast test-cpus test-gpu wheel clean
 
 demo: .venv/installed
-	$(BIN)/mambacl train demo --compare sequential
+	$(BIN)/mambacl train demo --compare mamba-cl,sequential
 
 test: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,12 +1,10 @@
 """What every test file shares: the recorded numbers, a tiny model, the number of threads."""
 
-import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,10 +13,10 @@ from torch import Tensor, nn
 if not torch.cuda.is_available():  # Triton's interpreter then runs the kernels; it must know before it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from data_help import fewer_test_images
 from kernels_help import kernels_run
 
 from mambacl.backbones import create_model
-from mambacl.data import DATASETS, DataSet
 
 # One thread unless asked for: pytest runs two processes on two cores.
 torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))
@@ -91,16 +89,10 @@ def tiny_model() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture
-def few_test_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_test_images() -> Iterator[None]:
     """Ten test images of each embedded class instead of a hundred, for runs whose accuracy does not matter."""
-    whole = DATASETS.get("fashion-mnist-small")
-
-    def fewer(root: Path | None) -> DataSet:
-        data = whole(root)
-        kept = [np.flatnonzero(data.test.labels == label)[:10] for label in range(len(data.class_names))]
-        return dataclasses.replace(data, test=data.test.subset(np.concatenate(kept)))
-
-    monkeypatch.setitem(DATASETS._entries, "fashion-mnist-small", fewer)
+    with fewer_test_images(10):
+        yield
 
 
 @pytest.fixture

@@ -1,18 +1,21 @@
 """Small data sets on disk for the tests of data."""
 
+import dataclasses
 import io
 import tarfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from mambacl.data import ArrayImages, DataSet
+from mambacl.data import DATASETS, ArrayImages, DataSet
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 LISTS = SHARED / "lists"
@@ -96,3 +99,17 @@ class Rows:
 
     def __getitem__(self, key: Any) -> Any:
         return self.labels if isinstance(key, str) else {"image": picture(key), "label": self.labels[key]}
+
+
+@contextmanager
+def fewer_test_images(count: int) -> Iterator[None]:
+    """The packaged images with this number of test images per class, in this process."""
+    whole = DATASETS.get("fashion-mnist-small")
+
+    def fewer(root: Path | None) -> DataSet:
+        data = whole(root)
+        kept = [np.flatnonzero(data.test.labels == label)[:count] for label in range(len(data.class_names))]
+        return dataclasses.replace(data, test=data.test.subset(np.concatenate(kept)))
+
+    with patch.dict(DATASETS._entries, {"fashion-mnist-small": fewer}):
+        yield

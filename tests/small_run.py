@@ -1,5 +1,8 @@
 """A run small enough for tests: a tiny backbone from random weights, three uneven tasks of the embedded images.
 
+It is for tests of files, bits and messages. Its accuracy is close to chance whatever is done: `learning_run` has a run
+that learns.
+
 Run as a script it trains into the folder given, so that a test can kill it.
 """
 

@@ -1,12 +1,22 @@
-"""The documentation's code runs."""
+"""The documentation's code runs, and its tables show what was recorded."""
 
+import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[1] / "docs"
+import mambacl
+from mambacl.bench.page import MARKED, accuracies, with_tables
+from mambacl.errors import UserError
+
+SOURCE = Path(__file__).parents[1]
+DOCS = SOURCE / "docs"
+WITH_TABLES = [page for page in [SOURCE / "README.md", *sorted(DOCS.glob("*.md"))] if MARKED.search(page.read_text())]
+DEMO = json.loads((DOCS / "results" / "demo.json").read_text(encoding="utf-8"))["rows"]
+MARGIN = 3  # points beyond the range that seeds and CPUs have given
 
 
 def test_the_loop_of_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +40,56 @@ def test_classifiers_on_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = {"batches": [(features[:30], labels[:30])], "others": features[30:]}
     exec(code, {**names, "more_features": features[30:], "more_labels": labels[30:]}, names)
     assert torch.equal(names["predictions"], labels[30:]) and names["elsewhere"].statistics.counts.tolist() == [20] * 3
+
+
+# Tables
+
+
+@pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.name)
+def test_tables_show_what_was_recorded(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_tables(text, page.parent) == text, f"run python -m mambacl.bench.page {page.relative_to(SOURCE)}"
+
+
+def test_pages_with_results_take_them_from_files() -> None:
+    assert {"README.md", "settings.md", "speed.md"} <= {page.name for page in WITH_TABLES}
+
+
+def test_a_table_of_accuracies() -> None:
+    rows = {"a": {"what": "A", "final": [40.0, 0.26], "moved": "3%"}, "b": {"what": "B", "final": 7}, "c": {}}
+    record = {"unit": "per cent", "rows": rows, "tables": {"some": {"columns": ["final", "moved"], "rows": ["b", "a"]}}}
+    lines = ["| per cent | final | moved |", "| --- | --- | --- |", "| B | 7.0 |  |", "| A | 40.0±0.3 | 3% |", ""]
+    assert accuracies(record, "some") == "\n".join(lines)
+    with pytest.raises(UserError, match="no table 'other'; known: some"):
+        accuracies(record, "other")
+
+
+def speeds(file: str, systems: tuple[str, ...], call: str) -> dict[tuple[str, str], float]:
+    """By shape and type of inputs: how many times as long the fastest of these systems takes."""
+    found: dict[tuple[str, str], float] = {}
+    for row in json.loads((DOCS / "results" / file).read_text(encoding="utf-8"))["rows"]:
+        if row["system"] in systems:
+            key = row["shape"], row["inputs"]
+            found[key] = min(found.get(key, math.inf), row[f"theirs_/_ours_{call}"])
+    return found
+
+
+def test_the_readme_quotes_the_recorded_speeds() -> None:
+    line = next(line for line in (SOURCE / "README.md").read_text(encoding="utf-8").split("\n") if "| speed |" in line)
+    gpu = speeds("against-h200.json", ("mamba-ssm",), "forward_and_backward")
+    cpu = speeds("against-cpu.json", ("ONNX Runtime", "OpenVINO"), "forward").values()
+    vmamba = [value for (shape, _), value in gpu.items() if shape.startswith("vmamba")]
+    pairs = [[gpu[shape, inputs] for inputs in ("float32", "bfloat16")] for shape in ("defocus-l", "vim-s", "language")]
+    quoted = [float(figure) for figure in re.findall(r"\b\d\.\d\b", line)]
+    recorded = [*pairs[0], *pairs[1], min(vmamba), max(vmamba), *pairs[2], min(cpu), max(cpu)]
+    assert quoted == pytest.approx(recorded, abs=0.0501)  # one decimal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [name for name, row in DEMO.items() if "run" in row])
+def test_the_demo_gives_the_recorded_accuracy(row: str, tmp_path: Path) -> None:
+    """Trained rows differ between CPUs and seeds; their range is recorded beside them."""
+    low, high = DEMO[row]["range over seeds and CPUs"]
+    assert low <= DEMO[row]["final accuracy"] <= high
+    found = 100 * mambacl.train("demo", **DEMO[row]["run"], out=str(tmp_path / "run")).metrics["final_accuracy_tasks"]
+    assert low - MARGIN <= found <= high + MARGIN

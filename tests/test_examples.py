@@ -4,19 +4,53 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pytest
+import yaml
+from small_run import CONFIG
+
+from mambacl.bench.page import accuracies
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("few_test_images")
+def test_the_study_continues_and_writes_tables(monkeypatch, tmp_path):
+    study = example("study")
+    ours = {"method": "analytic", "classifier_options.width": 40}
+    wrong = {"method": "analytic", "classifier": "separate"}
+    monkeypatch.setattr(
+        study, "STUDY", {"methods": {"ours": ours, "refused": wrong, "Mamba-CL": {"training.passes": 1}}}
+    )
+    preset = tmp_path / "small.yaml"
+    preset.write_text(yaml.safe_dump(CONFIG))
+    given = ["--preset", str(preset), "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "study.json")]
+    study.main([*given, "--seeds", "0"])
+    one = json.loads((tmp_path / "study.json").read_text())
+    study.main([*given, "--seeds", "0", "1"])
+    both = json.loads((tmp_path / "study.json").read_text())
+    assert both["tables"]["methods"]["rows"] == ["ours", "Mamba-CL"] and len(list((tmp_path / "runs").iterdir())) == 4
+    first = json.loads((tmp_path / "runs" / "ours-0" / "results.json").read_text())["metrics"]
+    second = json.loads((tmp_path / "runs" / "ours-1" / "results.json").read_text())["metrics"]
+    assert one["rows"]["ours"]["forgetting"] == [100 * first["forgetting"]]
+    mean = 50 * (first["final_accuracy_tasks"] + second["final_accuracy_tasks"])
+    assert both["rows"]["ours"]["final accuracy"][0] == round(mean, 2)
+    assert "| ours |" in accuracies(both, "methods")
 
 
 @pytest.mark.slow
 def test_the_language_example_prints_every_domain_after_every_domain(monkeypatch, capsys):
     pytest.importorskip("transformers")
-    spec = importlib.util.spec_from_file_location("language", EXAMPLES / "language.py")
-    language = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(language)
+    language = example("language")
     library = language.modeling_mamba  # the example puts our scan into it: other tests have its own again
     monkeypatch.setattr(library, "mamba_selective_scan", library.mamba_selective_scan)
     monkeypatch.setattr(sys, "argv", ["language.py", "--steps", "2", "--bytes", "3000"])

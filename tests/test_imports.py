@@ -20,6 +20,7 @@ ORDER = (
     "training.recipe",  # options only, which the configuration holds
     "config",
     "training",
+    "pretraining",
     "reports",
     "deploy",
     "paper",

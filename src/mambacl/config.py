@@ -146,9 +146,13 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _with_method_options(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts what a layer holds under `for_method` for the chosen method into a layer behind it."""
-    methods = [layer["method"] for layer in layers if "method" in layer]
-    method, made = methods[-1] if methods else RunConfig.method, []
+    """Puts what a layer holds under `for_method` for the chosen method into a layer behind it. A layer with options of
+    Mamba-CL that names no method chooses Mamba-CL instead of the default method, which would ignore them."""
+    method, made = RunConfig.method, []
+    for layer in layers:
+        if method == RunConfig.method and any(name in layer for name in ("setting", "nullspace", "recipe")):
+            layer.setdefault("method", "mamba-cl")
+        method = layer.get("method", method)
     for layer in layers:
         by_method = layer.pop("for_method", {})
         if not isinstance(by_method, Mapping) or not all(isinstance(entry, Mapping) for entry in by_method.values()):

@@ -144,7 +144,7 @@ def test_nano_is_small():
 
 
 def test_list_models_names_every_size():
-    names = "nano", "tiny", "tiny2", "small", "base", "base_21k", "large", "large_21k", "large2"
+    names = "nano", "mini", "tiny", "tiny2", "small", "base", "base_21k", "large", "large_21k", "large2"
     assert set(SIZES) == {"mambavision", *(f"mambavision_{name}" for name in names)}
 
 

@@ -252,12 +252,6 @@ def test_the_line_above_a_table(found: dict[str, Any]) -> None:
     )
 
 
-def test_the_page_shows_the_recorded_figures() -> None:
-    page = SOURCE / "docs" / "speed.md"
-    text = page.read_text(encoding="utf-8")
-    assert with_tables(text, page.parent) == text, "run python -m mambacl.bench.page docs/speed.md"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

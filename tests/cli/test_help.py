@@ -7,6 +7,7 @@ import pytest
 from mambacl.cli import COMMANDS, main
 from mambacl.config import RunConfig, preset_names
 from mambacl.options import is_group, walk
+from mambacl.pretraining import PretrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,17 @@ def test_all_options_of_a_run_are_listed_and_each_has_a_sentence(capsys: pytest.
             continue
         place = next(number for number, line in enumerate(lines) if line.startswith(f"  --{name} "))
         assert lines[place + 1].startswith("      "), name
+
+
+def test_a_command_with_other_options_lists_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "pretrain", "--help")
+    assert len(text.splitlines()) <= 24 and "\n  stream.transforms " in text and "nullspace" not in text
+    text = printed(capsys, "pretrain", "--help", "all")
+    for name, option in walk(PretrainConfig):
+        assert f"\n{name}: " in text if is_group(option.kind) else f"  --{name} " in text, name
+    assert "(default folders)" in printed(capsys, "pretrain", "--help", "stream")  # its own default
+    assert main(["pretrain", "--stream", "x"]) == 2 and "`mambacl pretrain --help stream`" in capsys.readouterr().err
+    assert main(["pretrain", "--training.lr", "1"]) == 2 and "Did you mean '--lr'?" in capsys.readouterr().err
 
 
 def test_the_options_of_a_method_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

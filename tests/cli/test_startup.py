@@ -35,6 +35,9 @@ REFUSED = [
     ["bench", "--all"],
     ["methods", "--all"],
     ["convert", "one"],
+    ["pretrain"],
+    ["pretrain", "--stream.root", "photos", "--minutes", "0"],
+    ["pretrain", "--stream.root", "photos", "--stream.tasks", "5"],
 ]
 
 REFUSAL = """
@@ -44,7 +47,8 @@ for arguments in {commands!r}:
     assert main(arguments) == 2, arguments
     assert "torch" not in sys.modules, arguments
 assert main(["--help"]) == 0 and main(["train", "--help"]) == 0 and main(["--version"]) == 0
-assert main(["train", "--help", "all"]) == 0 and main(["data", "--help"]) == 0
+assert main(["train", "--help", "all"]) == 0 and main(["pretrain", "--help", "run"]) == 0
+assert main(["data", "--help"]) == 0
 assert "torch" not in sys.modules
 """
 

@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_help import MEAN, STD
 from numpy.typing import NDArray
 from torchvision.transforms import v2
 
+from mambacl.data import TransformConfig, Transforms
 from mambacl.data.augment_params import (
+    Crop,
     operations,
     sample_autoaugment,
     sample_boxes,
     sample_crops_and_flips,
     sample_operations,
+    sample_resized_crops,
     signed,
 )
 from mambacl.data.autoaugment import NONE
+from mambacl.data.transforms import CROP_AREA
 
 POLICIES = [v2.AutoAugmentPolicy.CIFAR10, v2.AutoAugmentPolicy.IMAGENET]
 N = 20_000
@@ -118,6 +123,19 @@ def test_boxes_of_many_sizes_at_once() -> None:
     sizes = rng.integers(1, 300, (3000, 2))
     boxes = sample_boxes(rng, v2.RandomResizedCrop(32), sizes)
     assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] > 0).all() and (boxes[:, :2] + boxes[:, 2:] <= sizes).all()
+
+
+def test_resized_crops() -> None:
+    """The limits are those of torchvision's transform, and the boxes and flips are drawn as they are there."""
+    augment: Any = Transforms(TransformConfig(augment="resized-crop-flip"), 32, MEAN, STD).augment
+    theirs = augment.transforms
+    ours = Crop(CROP_AREA)
+    assert (ours.scale, ours.ratio) == (tuple(theirs[0].scale), tuple(theirs[0].ratio)) and theirs[1].p == 0.5
+    sizes = np.tile([[40, 30]], (N, 1))
+    params = sample_resized_crops(np.random.default_rng(0), CROP_AREA, sizes)
+    assert np.array_equal(params.boxes, sample_boxes(np.random.default_rng(0), theirs[0], sizes))
+    area = params.boxes[:, 2] * params.boxes[:, 3] / (40 * 30)
+    assert 0.2 < area.min() < 0.3 and 0.48 < params.flips.mean() < 0.52 and (params.ops == NONE).all()
 
 
 @pytest.mark.parametrize("size", [32, 20, 4])

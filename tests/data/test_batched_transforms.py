@@ -1,6 +1,7 @@
 """Each batched operation against torchvision's function of the same name, with the same parameters."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from mambacl.data import TransformConfig, Transforms
 from mambacl.data.augment_params import magnitude_table, operations, sample_boxes, signed
 from mambacl.data.autoaugment import GEOMETRIC, NONE, OPERATIONS, autoaugment, color
 from mambacl.data.batched_transforms import MOST_TAPS, BatchedTransforms, crop, resize, resize_boxes, taps
+from mambacl.data.config import Augment
 
 OPS, SIGNED = operations(), signed()
 SIZES = [(32, 32), (28, 28), (33, 47), (64, 48), (3, 3), (2, 5), (1, 1), (120, 161)]
@@ -197,7 +199,7 @@ def test_evaluation(shape: tuple[int, int], options: dict[str, int], interpolati
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("between", ["nearest", "bilinear"])
-@pytest.mark.parametrize("augment", ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"])
+@pytest.mark.parametrize("augment", get_args(Augment))
 @pytest.mark.parametrize("shape", [(32, 32), (120, 161)], ids=str)
 def test_a_gpu_gives_the_same_values_without_waiting(shape: tuple[int, int], augment: str, between: str) -> None:
     config = TransformConfig(augment=augment, augment_interpolation=between)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from mambacl.data.loaders import BatchedLoader
 from mambacl.errors import UserError
 from mambacl.training import build as build_module
 
-AUGMENTS = ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
+AUGMENTS = ["none", "flip", "crop-flip", "resized-crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
 
 
 def arrays() -> DataSet:
@@ -89,6 +89,9 @@ def test_training_is_torchvisions_with_the_same_params(dataset: DataSet, augment
                         image, operations()[op], float(magnitude), augmenting.interpolation, augmenting._fill
                     )
             image = TF.resized_crop(image, *params.boxes[k].tolist(), [8, 8], plain.mode, antialias=True)
+        elif augment == "resized-crop-flip":
+            image = TF.resized_crop(image, *params.boxes[k].tolist(), [8, 8], plain.mode, antialias=True)
+            image = TF.horizontal_flip(image) if params.flips[k] else image
         else:
             padding = 1 if augment == "crop-flip" else 0
             image = TF.crop(TF.pad(plain.evaluate(image), [padding]), *params.corners[k].tolist(), 8, 8)

@@ -2,7 +2,7 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from data_help import MEAN, STD, make_tree, random_arrays
 
 from mambacl.data import FileImages, Stream, StreamConfig, TransformConfig, Transforms, open_dataset, open_stream
+from mambacl.data.config import Augment
 from mambacl.data.sets.cifar100 import cifar100, read_arrays
 from mambacl.errors import UserError
 
@@ -41,7 +42,7 @@ def test_an_epoch_shows_each_image_as_often_as_it_should() -> None:
 
 
 @pytest.mark.parametrize("engine", ["torchvision", "batched"])
-@pytest.mark.parametrize("augment", ["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"])
+@pytest.mark.parametrize("augment", get_args(Augment))
 def test_batches_depend_on_seed_task_and_epoch_only(augment: str, engine: str) -> None:
     def all_images(epoch: int = 0, **options: Any) -> torch.Tensor:
         batches = small_stream(augment, engine, **options).train_batches(1, epoch, 4)

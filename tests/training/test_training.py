@@ -63,6 +63,7 @@ def test_results_have_the_agreed_form(uninterrupted: Path) -> None:
     assert all(results["seconds"][phase] > 0 for phase in ("train", "covariance", "decomposition", "evaluate"))
     assert results["images_per_second"] > 0 and results["peak_memory_bytes"] > 1e6
     assert set(results["metrics"]) >= {"final_accuracy_tasks", "final_accuracy_images", "forgetting"}
+    assert results["protected"]["rank"] == "energy:0.9" and 0.9 <= results["protected"]["energy"] <= 1
     stream = json.loads((uninterrupted / "stream.json").read_text())
     assert stream["class_order"] == results["class_order"] and len(stream["fingerprint"]) == 64
     assert len(results["class_names"]) == 10

@@ -312,9 +312,11 @@ _SMALL = {"dim": 96, "in_dim": 64, "depths": (3, 3, 7, 5)}
 _BASE = {"dim": 128, "in_dim": 64, "depths": (3, 3, 10, 5), "layer_scale": 1e-5}
 _LARGE = {**_BASE, "dim": 196, "num_heads": (4, 8, 16, 32)}
 _NANO = {"dim": 16, "in_dim": 8, "depths": (1, 1, 3, 2), "window_size": (8, 8, 8, 4), "num_heads": (2, 2, 4, 8)}
+_MINI = {**_NANO, "dim": 32, "in_dim": 32, "depths": (1, 2, 6, 3)}
 
 _register("", {})
 _register("nano", {**_NANO, "mlp_ratio": 2.0, "num_classes": 200, "resolution": 32, "stem_stride": 1})
+_register("mini", {**_MINI, "num_classes": 200, "resolution": 32, "stem_stride": 1})
 _register("tiny", {}, _public("T-1K", "tiny_1k", 82.3))
 _register("tiny2", {"depths": (1, 3, 11, 4), "crop_pct": 0.98}, _public("T2-1K", "tiny2_1k", 82.7))
 _register("small", {**_SMALL, "crop_pct": 0.93}, _public("S-1K", "small_1k", 83.3))

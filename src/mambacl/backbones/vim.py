@@ -295,6 +295,7 @@ NANO = {"img_size": 32, "patch_size": 4, "stride": 4, "embed_dim": 64, "depth": 
 for _name, _config, _file, _top1 in (
     ("vim", {}, None, None),
     ("vim_nano", NANO, None, None),
+    ("vim_mini", {**NANO, "embed_dim": 192, "depth": 12}, None, None),
     ("vim_tiny", {}, "tiny-midclstok/resolve/main/vim_t_midclstok_76p1acc.pth", 76.1),
     ("vim_tiny_stride8", {"stride": 8}, "tiny-midclstok/resolve/main/vim_t_midclstok_ft_78p3acc.pth", 78.3),
     ("vim_small", {"embed_dim": 384}, "small-midclstok/resolve/main/vim_s_midclstok_80p5acc.pth", 80.5),

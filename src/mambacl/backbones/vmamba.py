@@ -374,6 +374,8 @@ def _laid_out(tensor: Tensor, wanted: Tensor) -> Tensor:
 
 FIRST_VERSION = {"forward_type": "v0", "ssm_d_state": 16, "ssm_conv_bias": True, "mlp_ratio": 0.0, "norm_layer": "ln"}
 FIRST_VERSION |= {"downsample_version": "v1", "patchembed_version": "v1"}
+MINI: dict[str, Any] = {"depths": (2, 6, 3), "dims": 64, "ssm_ratio": 1.0, "num_classes": 200, "imgsize": 32}
+MINI |= {"patch_size": 2, "patchembed_version": "v1"}
 NANO = {"depths": (1, 2, 1), "dims": 32, "num_classes": 200, "imgsize": 32}
 PUBLIC = "https://github.com/MzeroMiko/VMamba/releases/download/%23"
 SIZES = {  # depth of the third stage, width of the first, ssm_ratio, file, top-1
@@ -396,6 +398,7 @@ def _register(name: str, config: dict[str, Any], weights: PublicWeights | None =
 
 _register("vmamba", {})
 _register("vmamba_nano", NANO)
+_register("vmamba_mini", MINI)
 _register("vanilla_vmamba_nano", NANO)
 for _name, (_depth, _width, _ratio, _file, _top1) in SIZES.items():
     _config = {"depths": (2, 2, _depth, 2), "dims": _width, "ssm_ratio": _ratio}

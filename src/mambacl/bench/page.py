@@ -1,9 +1,13 @@
-"""Writes recorded results into a page:
+"""Writes recorded results into pages:
 
-    python -m mambacl.bench.page docs/speed.md
+    python -m mambacl.bench.page README.md docs/settings.md docs/speed.md
 
-Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, which `mambacl bench against
---json FILE` wrote. FILE is relative to the page.
+Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, relative to the page. FILE holds
+speeds, from `mambacl bench against --json FILE`, or accuracies. A file of accuracies has several tables; `<!-- table:
+FILE NAME -->` picks one. It has
+
+    rows     by name: "what", the row's first cell, and values by column: a number, [mean, standard deviation] or text
+    tables   by name: the names of "columns" and "rows"
 """
 
 import json
@@ -17,7 +21,9 @@ from mambacl.bench.peers import OURS
 from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
 
-MARKED = re.compile(r"(?P<begin><!-- table: (?P<file>\S+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S)
+MARKED = re.compile(
+    r"(?P<begin><!-- table: (?P<file>\S+)(?: (?P<name>\S+))? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S
+)
 BUSY = 0.75  # load per core above which times are unreliable
 CALLS = ("forward", "forward_and_backward")
 Cases = dict[tuple[str, str], dict[str, Row]]
@@ -30,9 +36,28 @@ def with_tables(page: str, folder: Path) -> str:
         path = folder / match["file"]
         if not path.is_file():
             raise UserError(f"{path} does not exist: record it with `mambacl bench against --json {path}`.")
-        return match["begin"] + markdown(json.loads(path.read_text(encoding="utf-8"))) + match["end"]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
+        return match["begin"] + lines + match["end"]
 
     return MARKED.sub(table, page)
+
+
+def accuracies(record: Mapping[str, Any], name: str) -> str:
+    """One table of a file of accuracies."""
+    if name not in record["tables"]:
+        raise UserError(f"There is no table '{name}'; known: {', '.join(record['tables'])}.")
+    columns = record["tables"][name]["columns"]
+    rows = [record["rows"][row] for row in record["tables"][name]["rows"]]
+    lines = [[record.get("unit", ""), *columns], ["---"] * (1 + len(columns))]
+    lines += [[row["what"], *(_value(row.get(column, "")) for column in columns)] for row in rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _value(value: float | str | Sequence[float]) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.1f}" if isinstance(value, float | int) else "±".join(f"{part:.1f}" for part in value)
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -92,10 +117,10 @@ def _memory(cases: Cases, systems: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1:
-        raise UserError("Name one page, e.g. docs/speed.md.")
-    page = Path(arguments[0])
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
+    if not arguments:
+        raise UserError("Name the pages, e.g. docs/speed.md.")
+    for page in map(Path, arguments):
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
     return 0
 
 

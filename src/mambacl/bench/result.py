@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from mambacl.reports.rendering import to_text
 from mambacl.reports.tables import Column, Table
 from mambacl.training.build import pick_device
 from mambacl.training.loop import versions
+from mambacl.training.provenance import commit
 
 Figure = str | bool | int | float | None
 Row = dict[str, Any]  # of figures
@@ -115,20 +115,6 @@ def header(device: torch.device, options: Mapping[str, Any]) -> dict[str, Any]:
         "versions": all_versions(),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
     }
-
-
-def commit() -> str | None:
-    """The commit of this package's git checkout, with a plus sign if it has changes; None outside a checkout."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def machine(device: torch.device) -> dict[str, Figure]:

@@ -1,8 +1,9 @@
 """A command is a typed function; this file reads its arguments from the command line.
 
 Its positional parameters are words in order, its keyword-only parameters are options. A bool is a flag, a list is an
-option that can be repeated, a tuple is an option with several values. `**overrides` takes any option of a run, as a
-nested mapping. Type hints define types, constraints and help texts: see `mambacl.options`.
+option that can be repeated, a tuple is an option with several values. `**overrides` takes any option of the
+command's configuration, usually a run's, as a nested mapping. Type hints define types, constraints and help texts: see
+`mambacl.options`.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, get_args, get_origin, get_type_hints
 
+from mambacl.config import RunConfig
 from mambacl.errors import UserError
 from mambacl.options import REQUIRED, Option, describe, is_group, is_mapping, nested, suggestion, walk
 
 
 @cache
-def run_options() -> Mapping[str, Option]:
-    """The options and groups of a run, by dotted name."""
-    from mambacl.config import RunConfig
-
-    return dict(walk(RunConfig))
+def all_options(config: type) -> Mapping[str, Option]:
+    """The options and groups of a configuration, by dotted name."""
+    return dict(walk(config))
 
 
 @dataclass(frozen=True)
 class Command:
     name: str
     function: Callable[..., int | None]
+    config: type = RunConfig
+    """the configuration whose options `**overrides` takes"""
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Any, Option]]:
@@ -89,7 +91,7 @@ class Command:
             own = self.options.get(typed.replace("_", "-"))
             if own is None:
                 key = self._run_option(typed)
-                option = run_options().get(key) or Option(key, Any)
+                option = all_options(self.config).get(key) or Option(key, Any)
                 value = value if equals else self._next(typed, option, left)
                 overrides[key] = option.check(value, key, from_text=True)
             elif own.kind is bool:
@@ -120,12 +122,14 @@ class Command:
 
     def _run_option(self, typed: str) -> str:
         """The dotted name of an option of the run. --audit-images and --audit_images are the same."""
-        known = dict(run_options()) if self.takes_run_options else {}
+        known = dict(all_options(self.config)) if self.takes_run_options else {}
         name = typed.lstrip("-")
         key = name.replace("-", "_")
         if typed.startswith("--") and key in known:
             if is_group(known[key].kind):
-                raise UserError(f"The option '{typed}' is a group: set {typed}.NAME. See `mambacl train --help {key}`.")
+                raise UserError(
+                    f"The option '{typed}' is a group: set {typed}.NAME. See `mambacl {self.name} --help {key}`."
+                )
             return key
         group = key
         while typed.startswith("--") and "." in group:

@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any, Literal, get_args, get_origin
 
-from mambacl.cli.command import Command, run_options
+from mambacl.cli.command import Command, all_options
+from mambacl.config import RunConfig, preset_names
 from mambacl.options import REQUIRED, Option, build, describe, is_group, is_mapping, options_of, sentences_of
 from mambacl.registry import Registry, unknown
 
@@ -32,7 +33,7 @@ def command_help(command: Command, arguments: Sequence[str], below: Sequence[Com
     place = next(place for place, word in enumerate(arguments) if word in ("-h", "--help"))
     topic = arguments[place + 1] if len(arguments) > place + 1 else ""
     if command.takes_run_options and topic and not topic.startswith("-"):
-        return group_help(topic.replace("-", "_"), arguments)
+        return group_help(command, topic.replace("-", "_"), arguments)
     words = [option.name.upper() if option.default is REQUIRED else f"[{option.name.upper()}]"
              for option in command.positionals]  # fmt: skip
     words += [f"[{command.rest.name.upper()} ...]"] if command.rest else []
@@ -48,30 +49,31 @@ def command_help(command: Command, arguments: Sequence[str], below: Sequence[Com
         lines += _row(f"{typed} {_placeholder(option.kind)}".rstrip(), option.text + shown)
     if below:
         lines += ["", "Commands with other options:", *(line for c in below for line in _row(c.name, c.summary))]
+    if command.name == "train" or command.config is not RunConfig:
+        where = f"`mambacl {command.name} --help GROUP` lists one, `--help all` lists all"
+        lines += ["", f"Options of the run, by group ({where}):", *_groups(command.config)]
     if command.name == "train":
-        lines += ["", "Options of the run, by group (`mambacl train --help GROUP` lists one, `--help all` lists all):"]
-        lines += _groups()
+        lines += wrap(f"Presets: {', '.join(preset_names())}.", further="  ")  # all within 24 lines
     return "\n".join(lines).rstrip()
 
 
-def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
+def group_help(command: Command, topic: str, arguments: Sequence[str] = ()) -> str:
     """The options of a group, each with its type, default and meaning. For a method's or model's options, `arguments`
     can name the method or model."""
-    from mambacl.config import RunConfig
-
-    known = run_options()
-    if topic in _mappings():
-        return _foreign(topic, arguments)
+    config, known = command.config, all_options(command.config)
+    if topic in _mappings(config):
+        return _foreign(command, topic, arguments)
     if topic == ALL:
-        return "\n\n".join([*map(group_help, _group_names()), _mapping("options"), _mapping("backbone_options")])
+        mappings = [_mapping(command, name) for name in ("options", "backbone_options") if name in known]
+        return "\n\n".join([*(group_help(command, name) for name in _group_names(config)), *mappings])
     if topic == RUN:
-        return "\n".join([f"{RUN}: options outside the other groups.", *_option_lines(RunConfig(), "")])
+        return "\n".join([f"{RUN}: options outside the other groups.", *_option_lines(config(), "")])
     if topic in known and not is_group(known[topic].kind):
-        return "\n".join(_option(topic, known[topic], _sentence(topic)))
+        return "\n".join(_option(topic, known[topic], _sentence(config, topic)))
     if topic not in known:
-        raise unknown("group of options", topic, [*_group_names(), *_mappings(), ALL])
+        raise unknown("group of options", topic, [*_group_names(config), *_mappings(config), ALL])
     kind = known[topic].kind
-    value: Any = RunConfig()
+    value: Any = config()
     for part in topic.split("."):
         value = getattr(value, part)
     lines = [f"{topic}: {_summary(kind)}.", *_option_lines(value, f"{topic}.")]
@@ -81,9 +83,9 @@ def group_help(topic: str, arguments: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def _foreign(topic: str, arguments: Sequence[str]) -> str:
+def _foreign(command: Command, topic: str, arguments: Sequence[str]) -> str:
     """The options of methods, classifiers or models, which need PyTorch."""
-    lines = [_mapping(topic)]
+    lines = [_mapping(command, topic)]
     if topic in OWNERS:
         named = dict(pairwise(part for word in arguments for part in word.split("=", 1)))
         for name, value in _defaults(OWNERS[topic], named.get(OWNERS[topic])).items():
@@ -97,7 +99,6 @@ def _defaults(option: str, name: str | None) -> dict[str, Any]:
     of the default model."""
     from mambacl.backbones.registry import MODELS
     from mambacl.classifiers import CLASSIFIERS
-    from mambacl.config import RunConfig
     from mambacl.methods import METHODS
 
     if option == "--backbone":
@@ -111,9 +112,10 @@ OWNERS = {"options": "--method", "classifier_options": "--classifier", "backbone
 """for each mapping of options: the option that names their owner"""
 
 
-def _mapping(topic: str) -> str:
-    where = f"; `mambacl train {OWNERS[topic]} NAME --help {topic}` lists them" if topic in OWNERS else ""
-    return "\n".join(wrap(f"{topic}: {_sentence(topic)}{where}."))
+def _mapping(command: Command, topic: str) -> str:
+    listing = f"mambacl {command.name} {OWNERS.get(topic)} NAME --help {topic}"
+    where = f"; `{listing}` lists them" if topic in OWNERS else ""
+    return "\n".join(wrap(f"{topic}: {_sentence(command.config, topic)}{where}."))
 
 
 def _option_lines(value: Any, group: str, inner: bool = False) -> Iterator[str]:
@@ -134,38 +136,38 @@ def _option(name: str, option: Option, sentence: str) -> Iterator[str]:
     yield from wrap(sentence, " " * 6)
 
 
-def _groups() -> list[str]:
+def _groups(config: type) -> list[str]:
     """One line per group; groups of the same type, such as those of the kinds of parameters, share a line. So do the
     options of method, classifier and model."""
-    from mambacl.config import preset_names
-
-    names = [name for name, option in run_options().items() if "." not in name and not is_group(option.kind)]
-    lines, seen = _row(RUN, ", ".join(name for name in names if name not in _mappings())), set()
-    for name, option in run_options().items():
+    known, mappings = all_options(config), _mappings(config)
+    names = [name for name, option in known.items() if "." not in name and not is_group(option.kind)]
+    lines, seen = _row(RUN, ", ".join(name for name in names if name not in mappings)), set()
+    for name, option in known.items():
         if is_group(option.kind) and option.kind not in seen:
             seen.add(option.kind)
-            alike = [other for other, twin in run_options().items() if twin.kind is option.kind and other != name]
+            alike = [other for other, twin in known.items() if twin.kind is option.kind and other != name]
             also = f"; also {', '.join(other.rpartition('.')[2] for other in alike)}" if alike else ""
             summary = _summary(option.kind)
             lines += _row(name, summary[0].lower() + summary[1:] + also)
         elif name == "options":
-            lines += _row(name, f"{_sentence(name)}; also {', '.join(o for o in _mappings() if o != name)}")
-    return [*lines, *wrap(f"Presets: {', '.join(preset_names())}.", further="  ")]  # all within 24 lines
+            others = ", ".join(other for other in mappings if other != name)
+            lines += _row(name, f"{_sentence(config, name)}; also {others}")
+        elif name in mappings and "options" not in mappings:
+            lines += _row(name, _sentence(config, name))
+    return lines
 
 
-def _group_names() -> list[str]:
-    return [RUN, *(name for name, option in run_options().items() if is_group(option.kind))]
+def _group_names(config: type) -> list[str]:
+    return [RUN, *(name for name, option in all_options(config).items() if is_group(option.kind))]
 
 
-def _mappings() -> list[str]:
-    return [name for name, option in run_options().items() if is_mapping(option.kind) and "." not in name]
+def _mappings(config: type) -> list[str]:
+    return [name for name, option in all_options(config).items() if is_mapping(option.kind) and "." not in name]
 
 
-def _sentence(name: str) -> str:
-    from mambacl.config import RunConfig
-
+def _sentence(config: type, name: str) -> str:
     group, _, last = name.rpartition(".")
-    owner = run_options()[group].kind if group else RunConfig
+    owner = all_options(config)[group].kind if group else config
     return sentences_of(owner).get(last, "")
 
 

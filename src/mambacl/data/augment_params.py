@@ -13,6 +13,15 @@ from numpy.typing import NDArray
 
 from mambacl.data.autoaugment import NONE
 
+
+@dataclass(frozen=True)
+class Crop:
+    """A RandomResizedCrop without torchvision: limits of the area, as shares of the image, and of width by height."""
+
+    scale: tuple[float, float]
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+
 BINS = 10  # AutoAugment's magnitudes per operation
 
 
@@ -53,6 +62,16 @@ def sample_crops_and_flips(rng: np.random.Generator, padding: int, sizes: NDArra
     if padding:
         params["corners"] = rng.integers(0, 2 * padding + 1, (n, 2))
     params["flips"] = rng.random(n) < 0.5
+    return AugmentParams(**params)
+
+
+def sample_resized_crops(
+    rng: np.random.Generator, area: tuple[float, float], sizes: NDArray[np.int64]
+) -> AugmentParams:
+    """Samples for the augmentation resized-crop-flip: the box to resize, and whether to mirror it."""
+    params = _identity(sizes)
+    params["boxes"] = sample_boxes(rng, Crop(area), sizes)
+    params["flips"] = rng.random(len(sizes)) < 0.5
     return AugmentParams(**params)
 
 

@@ -13,10 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.data.augment_params import AugmentParams, operations, sample_autoaugment, sample_crops_and_flips
+from mambacl.data.augment_params import (
+    AugmentParams,
+    operations,
+    sample_autoaugment,
+    sample_crops_and_flips,
+    sample_resized_crops,
+)
 from mambacl.data.autoaugment import autoaugment, gather_pixels
 from mambacl.data.image_cache import on_device
-from mambacl.data.transforms import Transforms
+from mambacl.data.transforms import CROP_AREA, Transforms
 from mambacl.ops.precision import full_precision
 
 MOST_TAPS = 256  # source pixels per result; up to here 255 * 255 * pixels is exact in float32
@@ -37,6 +43,8 @@ class BatchedTransforms:
         """Samples parameters for training on images of these sizes; None if nothing is random."""
         if not self.transforms.augments:
             return None
+        if self.transforms.resizes_crops:
+            return sample_resized_crops(rng, CROP_AREA, sizes)
         if not self.transforms.uses_autoaugment:
             return sample_crops_and_flips(rng, self.padding, sizes)
         return sample_autoaugment(rng, self.transforms.augment, sizes)
@@ -55,6 +63,9 @@ class BatchedTransforms:
         if self.transforms.uses_autoaugment:
             images = autoaugment(images, operations(), params.ops, params.magnitudes, self.bilinear)
             return resize_boxes(images, params.boxes, self.size, self.cubic)
+        if self.transforms.resizes_crops:
+            images = resize_boxes(images, params.boxes, self.size, self.cubic)
+            return crop(images, params.corners, params.flips, self.size)
         return crop(self.evaluate(images), params.corners, params.flips, self.size, self.padding)
 
     def normalize(self, images: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from mambacl.files import expanded
 from mambacl.options import Must, OptionError, Options, at_least, options_of, suggestion
 from mambacl.scenarios import Scenario
 
-Augment = Literal["none", "flip", "crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
+Augment = Literal["none", "flip", "crop-flip", "resized-crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
 CHANGES = ("resize", "interpolation", "augment", "augment_interpolation")
 """the options that can differ between covariances and evaluation"""
 
@@ -25,8 +25,8 @@ class TransformConfig(Options):
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """how images are resized"""
     augment: Augment = "none"
-    """training: none, flip, crop-flip (padding of an eighth), autoaugment-cifar, autoaugment-imagenet (then a random
-    resized crop)"""
+    """training: none, flip, crop-flip (padding of an eighth), resized-crop-flip (at least a quarter of the area),
+    autoaugment-cifar, autoaugment-imagenet (then a random resized crop)"""
     augment_interpolation: Literal["nearest", "bilinear"] = "bilinear"
     """training: how autoaugment rotates, shears and shifts images; bilinear in the released code"""
     mean: Annotated[list[float] | None, Must("be three numbers", lambda mean: len(mean) == 3)] = None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchvision.transforms import InterpolationMode
 
 Step = dict[str, Any]  # one step of a transform, for stream.json
+CROP_AREA = (0.25, 1.0)  # of resized-crop-flip, as shares of the image
 
 
 class Transforms:
@@ -34,6 +35,7 @@ class Transforms:
         self.mean = torch.tensor(config.mean or mean).view(1, 3, 1, 1)
         self.std = torch.tensor(config.std or std).view(1, 3, 1, 1)
         self.augments, self.uses_autoaugment = config.augment != "none", config.augment.startswith("autoaugment")
+        self.resizes_crops = config.augment == "resized-crop-flip"
         self.padding = self.size // 8 if config.augment == "crop-flip" else 0
         self.engine = config.engine
 
@@ -54,6 +56,9 @@ class Transforms:
             return v2.RandomHorizontalFlip()
         if name == "crop-flip":
             return v2.Compose([v2.RandomCrop(self.size, padding=self.padding), v2.RandomHorizontalFlip()])
+        if name == "resized-crop-flip":
+            resized = v2.RandomResizedCrop(self.size, scale=CROP_AREA, interpolation=self.mode, antialias=True)
+            return v2.Compose([resized, v2.RandomHorizontalFlip()])
         policy = v2.AutoAugmentPolicy.CIFAR10 if name == "autoaugment-cifar" else v2.AutoAugmentPolicy.IMAGENET
         crop = v2.RandomResizedCrop(self.size, interpolation=self.mode, antialias=True)
         return v2.Compose([v2.AutoAugment(policy, InterpolationMode(self.config.augment_interpolation)), crop])
@@ -77,6 +82,9 @@ class Transforms:
             policy = augment.partition("-")[2]
             steps: list[Step] = [{"autoaugment": policy, "interpolation": self.config.augment_interpolation}]
             steps.append({"random_resized_crop": self.size, "interpolation": mode})
+        elif augment == "resized-crop-flip":
+            steps = [{"random_resized_crop": self.size, "interpolation": mode, "area": list(CROP_AREA)}]
+            steps += [{"random_flip": 0.5}]
         else:
             steps = [{"resize": self.resize, "interpolation": mode}]
             steps += [{"central_crop": self.size}] if self.resize != self.size else []
@@ -97,7 +105,7 @@ class Transforms:
             return self.evaluate(image)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.augment(image if self.uses_autoaugment else self.evaluate(image))
+            return self.augment(image if self.uses_autoaugment or self.resizes_crops else self.evaluate(image))
 
     def normalize(self, images: Tensor) -> Tensor:
         return (images.float() / 255 - self.mean) / self.std

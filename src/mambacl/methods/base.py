@@ -7,7 +7,7 @@ entry point group `mambacl.methods`.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 from mambacl.features import FeatureOptions
 from mambacl.nullspace import Setting
+from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
 
@@ -101,7 +102,10 @@ class Method:
         """The classifier that the configuration names."""
         named = self.setup.classifier
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
-        options = build_config(kind.options_class, self.setup.classifier_options, kind.name)
+        given = dict(self.setup.classifier_options)
+        if any(option.name == "seed" for option in fields(kind.options_class)):
+            given.setdefault("seed", self.setup.seed)
+        options = build_config(kind.options_class, given, kind.name)
         if kind.trains and self.reader.indices:
             raise UserError(
                 f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
@@ -156,12 +160,19 @@ class Method:
         for images, labels in batches:
             images, labels = images.to(self.device), labels.to(self.device)
             for view in (images, images.flip(3)) if mirrored else (images,):
-                self.classifier.update(self.classifier_input(view), labels)
-        self.classifier.finish_task()
+                features = self.classifier_input(view)
+                with full_precision(features):  # autocast is for the backbone only
+                    self.classifier.update(at_least_float32(features), labels)
+        with full_precision(next(self.model.parameters())):
+            self.classifier.finish_task()
 
     def moved(self) -> list[dict[str, Tensor]]:
         """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
         return []
+
+    def protected(self) -> dict[str, Any]:
+        """For results.json: how much of earlier tasks' features is protected; empty if nothing is."""
+        return {}
 
     def predict(self, images: Tensor) -> Tensor:
         """Scores of all classes seen so far, by label."""

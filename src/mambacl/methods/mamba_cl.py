@@ -4,6 +4,7 @@ features of all earlier tasks."""
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class MambaCL(Method):
 
     def moved(self) -> list[dict[str, Tensor]]:
         return [self.space.update_energy(task) for task in range(self.space.tasks)]
+
+    def protected(self) -> dict[str, Any]:
+        found = self.space.protected
+        return {} if found is None else dataclasses.asdict(found)
 
     def state_dict(self) -> dict[str, Tensor]:
         step_state = {f"space.{name}": tensor for name, tensor in self.space.projected_step.state_dict().items()}

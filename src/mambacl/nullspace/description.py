@@ -1,6 +1,8 @@
 """Describes a null space in words: what is trained, what is protected, and from which feature."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
 
 from torch import Tensor
 
@@ -8,6 +10,8 @@ from mambacl.nullspace.projectors import Decomposition
 from mambacl.nullspace.selection import Selection
 from mambacl.nullspace.settings import KINDS, Setting
 
+FEW, MOST = 0.05, 2 / 3  # a rule that protects a smaller share of the directions and of the energy hardly protects
+EVERYDAY = "energy:0.99"  # the rule that messages suggest
 OTHERS = {"first-task": "trained in the first task, then fixed", "free": "trained freely", "fixed": "fixed"}
 
 
@@ -38,6 +42,8 @@ def describe(setting: Setting, selection: Selection, named: Mapping[str, Tensor]
 def _how(setting: Setting) -> str:
     """The main options, and those that differ from the defaults."""
     how = f"eta {setting.eta}, rank by {setting.rank}"
+    if setting.rank == "corner":
+        how += f" (on real images it protects few directions, {EVERYDAY} more)"
     if setting.relax > 0:
         how += f", A relaxed by {setting.relax}"
     for name in ("rank_over", "storage", "covariances", "keep_tasks"):
@@ -48,16 +54,41 @@ def _how(setting: Setting) -> str:
     return how
 
 
-def what_is_protected(setting: Setting, tasks: int, decompositions: Iterable[Decomposition]) -> str:
-    """One line after a task, with advice if the rank rule leaves nearly everything or nearly nothing free."""
-    sizes = sorted((one.protected, one.spectrum.numel()) for one in decompositions)
-    if not sizes:
-        return ""
-    count, size = sizes[len(sizes) // 2]
-    hint = ""
-    if "corner" in setting.rank and count < 0.1 * size:
-        hint = "; the corner leaves nearly all free, energy:0.9 would protect more"
-    elif count > 0.98 * size:
-        other = "a smaller share" if setting.rank.startswith("energy") else "energy:0.99"
-        hint = f"; {setting.rank} leaves nearly nothing free, {other} would leave more to learn with"
-    return f"protected after task {tasks}: {count} of {size} directions (median){hint}"
+@dataclass(frozen=True)
+class Protected:
+    """What a rank rule protects, as medians over the features: directions, of how many, and their share of the energy
+    (of the spectrum's sum)."""
+
+    rank: str
+    directions: int
+    size: int
+    energy: float
+
+    @property
+    def little(self) -> bool:
+        """Whether later tasks are hardly limited: the features' directions and most of their energy are free."""
+        return self.directions < FEW * self.size and self.energy < MOST
+
+    def describe(self, tasks: int) -> str:
+        """One line after a task, with advice if the rank rule leaves nearly nothing free."""
+        hint = ""
+        if self.directions > 0.98 * self.size:
+            other = "a smaller share" if self.rank.startswith("energy") else EVERYDAY
+            hint = f"; {self.rank} leaves nearly nothing free, {other} would leave more to learn with"
+        return f"protected after task {tasks}: {self.directions} of {self.size} directions (median){hint}"
+
+    def warning(self) -> str:
+        return (
+            f"The rank rule {self.rank} protects {self.directions} of {self.size} directions and leaves "
+            f"{1 - self.energy:.0%} of the features' energy free (medians), so it hardly limits later tasks; "
+            f"--nullspace.rank {EVERYDAY} leaves 1%."
+        )
+
+
+def what_is_protected(rank: str, decompositions: Iterable[Decomposition]) -> Protected | None:
+    """None if nothing is projected."""
+    found = list(decompositions)
+    if not found:
+        return None
+    sizes = sorted((one.protected, one.spectrum.numel()) for one in found)
+    return Protected(rank, *sizes[len(sizes) // 2], median(one.protected_energy for one in found))

@@ -65,6 +65,13 @@ class Decomposition:
     def protected(self) -> int:
         return self.spectrum.numel() - self.rank
 
+    @property
+    def protected_energy(self) -> float:
+        """The share of the spectrum's sum in protected directions; 0 for a spectrum of zeros."""
+        size, total = self.spectrum.shape[-1], float(self.spectrum.sum())
+        leading = torch.arange(size) < (size - self.ranks.cpu())[..., None]
+        return float((self.spectrum.cpu() * leading).sum()) / total if total else 0.0
+
     @cached_property
     def holds_null_space(self) -> Tensor:
         """Whether the stored basis spans the null directions: it does if they are the smaller space."""

@@ -70,7 +70,8 @@ def _are_blocks(blocks: int | list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Setting(Options):
-    """How the null space is built and applied. The defaults are the paper's formulas."""
+    """How the null space is built and applied. The defaults are the paper's formulas, whose rank rule protects few
+    directions of real images' features."""
 
     W_delta: Rule = Rule(feature="x")
     """the first linear map of delta (Eq. X dW_delta = 0, projector H1)"""
@@ -97,8 +98,8 @@ class Setting(Options):
     accumulate: Literal["sum", "batch-mean"] = "sum"
     """sum: over all tokens; batch-mean: the mean of each batch, summed over batches and tasks"""
     rank: str = "corner"
-    """rule for the number of null directions: corner, smoothed-corner, energy:SHARE, fraction:SHARE or
-    tolerance:RELATIVE"""
+    """rule for the number of null directions: corner and smoothed-corner (the published ones; on real images they
+    protect few directions), energy:SHARE, fraction:SHARE or tolerance:RELATIVE"""
     rank_over: Literal["block", "all"] = "block"
     """block: the rank rule is applied to each spectrum separately; all: to a feature's spectra in all blocks at once,
     each divided by its trace"""
@@ -191,6 +192,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "exact": Setting(W_B=Rule(feature="x"), A=Rule(feature="delta-elementwise"), rank="tolerance:1e-12", eta=1.0),
 }
+"""`exact` keeps outputs where features leave a null space. Those of real images leave none, and its own rank rule then
+leaves nothing to learn with: give it `rank="energy:0.99"`. docs/exact.md has what each rule leaves free."""
 
 
 def setting_named(name: str) -> Setting:

@@ -21,7 +21,7 @@ from mambacl.log import logger
 from mambacl.nullspace.audit import Drift, drift, record
 from mambacl.nullspace.blocks import Block, Part, named_parameters
 from mambacl.nullspace.covariance import Covariance
-from mambacl.nullspace.description import describe, what_is_protected
+from mambacl.nullspace.description import Protected, describe, what_is_protected
 from mambacl.nullspace.elementwise import Activity, box
 from mambacl.nullspace.memory import CovarianceStore, Memory, TaskStatistics, from_tensors, to_tensors
 from mambacl.nullspace.optimizer import register_projection
@@ -47,14 +47,15 @@ class Consolidation:
 class NullSpace:
     """Finds the selective SSMs of a model, keeps statistics of finished tasks and projects updates.
 
-        space = NullSpace(model, setting="paper", eta=0.95)
+        space = NullSpace(model, setting="exact", rank="energy:0.99")
         optimizer = space.wrap(torch.optim.Adam(space.parameters(), lr=2e-4))
         ...                        # train one task as usual
         space.consolidate(loader)  # after each task
 
-    `setting`: "paper" (default), "public-code", "exact" or a `Setting`; `overrides` change its fields. `leave`: modules
-    to ignore, e.g. the classifier; parameters added to the model later are ignored, too. `folder`: for covariances kept
-    on disk.
+    `setting`: "paper" (default), "public-code", "exact" or a `Setting`; `overrides` change its fields. On real images
+    the rank rules of "paper" and "public-code" protect few directions, and that of "exact" leaves nearly none to learn
+    with: hence the rank above. `leave`: modules to ignore, e.g. the classifier; parameters added to the model later are
+    ignored, too. `folder`: for covariances kept on disk.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class NullSpace:
         kept_in = None if folder is None else Path(folder)
         self._store = CovarianceStore(self.setting.covariances, self._device(), kept_in)
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self.protected: Protected | None = None
+        """how much the rank rule protects; None before the first consolidation, or if nothing is projected"""
         self.protect(self.memory)
         logger.info("%s", self.describe())
 
@@ -161,8 +164,10 @@ class NullSpace:
             covered = time.perf_counter()
             energy = [*memory.update_energy, self.update_energy()]
             self.protect(Memory(memory.tasks + 1, [*memory.statistics, statistics], energy))
-            if said := what_is_protected(self.setting, self.tasks, self._decompositions().values()):
-                logger.info("%s", said)
+            if self.protected:
+                logger.info("%s", self.protected.describe(self.tasks))
+                if self.protected.little and self.tasks == 1:  # once per run
+                    logger.warning("%s", self.protected.warning())
             return Consolidation(images, covered - started, time.perf_counter() - covered)
 
     def _gather(self, loader: Iterable[Any], forward: Callable[..., Any] | None) -> tuple[TaskStatistics, int]:
@@ -232,7 +237,7 @@ class NullSpace:
             ]
         )
         memory.decompositions = None  # the projected step holds the bases
-        self.memory = memory
+        self.memory, self.protected = memory, what_is_protected(setting.rank, (found or {}).values())
 
     # The audit
 

@@ -56,6 +56,7 @@ class Parts:
         if self.config.pretrained is False:
             lines.append(f"{self.config.backbone} starts from random weights (--pretrained FILE loads a checkpoint).")
         if not self.method.trains:
+            lines.append("Nothing trains, so options for training and for the null space have no effect.")
             return "\n".join(lines)
         if min(len(task) for task in tasks) == 1:
             lines.append("A task with a single class teaches nothing: its classifier has only one answer.")
@@ -132,7 +133,7 @@ def build(
         else:
             checkpoints.load_backbone(folder, model)
         model.eval()
-        _check_image_size(model, stream.transforms.size, config.backbone)
+        check_image_size(model, stream.transforms.size, config.backbone)
         method = _method(config, folder, stream, method_class, model.to(device))
     return Parts(config, model, stream, method, device, loop, watch, described)
 
@@ -174,7 +175,7 @@ def _method(
 
 
 @torch.no_grad()
-def _check_image_size(model: nn.Module, size: int, name: str) -> None:
+def check_image_size(model: nn.Module, size: int, name: str) -> None:
     """Refuses an image size that the model cannot take, before anything is written."""
     default_cfg: Any = model.default_cfg
     own = default_cfg["input_size"][-1]

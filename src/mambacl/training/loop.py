@@ -33,6 +33,7 @@ from mambacl.training.step import Recorder, TrainingStep, autocast
 T = TypeVar("T", bound=torch.optim.Optimizer)
 Batches = Iterable[tuple[Tensor, Tensor]]
 CHECKPOINT_EVERY = 1.0  # seconds between background checkpoints: copying one takes longer than a step
+STATE_EVERY = 10.0  # seconds between checkpoints on a GPU if nothing trains: a task takes less time than its state
 KEPT = 1 << 30  # bytes of test images' features that an evaluation keeps for the next one
 LARGE = 1 << 30  # bytes; a task state above this is not copied to be written in the background
 
@@ -266,7 +267,10 @@ class Loop:
 
     def _write_checkpoint(self, state: TaskState | None) -> None:
         now, within_task = time.perf_counter(), self.position.epoch > 0
+        unfinished = self.position.task < len(self.stream.tasks)
         if self.background.on and within_task and (self.background.busy or now - self.saved_at < CHECKPOINT_EVERY):
+            return
+        if self.background.on and unfinished and not self.method.trains and now - self.saved_at < STATE_EVERY:
             return
         self.saved_at = now
         self.position.metrics_length = self.folder.events_length()
@@ -317,6 +321,7 @@ class Loop:
             "correct": position.correct,
             "total": total,
             "metrics": all_metrics(position.correct, total),
+            **({"protected": protected} if (protected := self.method.protected()) else {}),
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
