@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -30,8 +31,10 @@ from mambacl.paper import paper_table
 from mambacl.training.recipe import RECIPES
 
 DOCS = Path(__file__).parents[1] / "docs" / "presets.md"
-RELEASED_FIRST = ("cifar100-10-nano",)
-"""whose own way is the released code's, and whose second command is the paper's"""
+OURS = tuple(name for name in preset_names() if resolve(name, {}).method == RunConfig.method)
+"""which use the default method; their further commands are Mamba-CL's"""
+PAPERS = tuple(name for name in preset_names() if name not in OURS)
+"""whose first command is the paper's way, and whose second is the released code's"""
 
 
 @dataclass(frozen=True)
@@ -78,39 +81,59 @@ def head(name: str) -> list[str]:
 
 def typed(command: str) -> RunConfig:
     """What a command resolves to."""
-    program, word, preset, *options = shlex.split(command.replace(" --compare sequential", ""))
+    program, word, preset, *options = shlex.split(re.sub(r" --compare [\w,-]+", "", command))
     assert (program, word) == ("mambacl", "train")
     return resolve(preset, COMMANDS["train"].read(options)[2])
 
 
+def commands(name: str) -> list[str]:
+    """The commands that a preset's file opens with."""
+    return list(itertools.takewhile(lambda line: line.startswith("mambacl train "), head(name)))
+
+
 @functools.cache
 def both(name: str) -> tuple[RunConfig, RunConfig]:
-    """The paper's way and the released code's, by the two commands that a preset's file opens with."""
-    first, second = map(typed, head(name)[:2])
-    return (second, first) if name in RELEASED_FIRST else (first, second)
+    """The paper's way and the released code's."""
+    paper, public = map(typed, commands(name))
+    return paper, public
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_first_lines_are_two_commands_the_machine_the_time_and_the_accuracy(name: str) -> None:
-    first, second, title, differ, machine, time, expect, *rest = head(name)
-    assert re.fullmatch(rf"mambacl train {name}( --stream\.root FOLDER)?( --stream\.tasks 5| --compare \w+)?", first)
-    other = "paper" if name in RELEASED_FIRST else "public-code"
-    plain = first.removesuffix(" --compare sequential")
-    assert second.startswith(f"{plain} --setting {other} --recipe {other}")
-    assert title.endswith(".") and "docs/settings.md" in differ
-    assert machine.startswith("Machine: ") and time.startswith("Time: ") and expect.startswith("Expect ")
-    assert "minutes" in time and all(line.endswith(".") for line in (machine, time, expect))
+def test_the_first_lines_are_the_commands_the_machine_the_time_and_the_accuracy(name: str) -> None:
+    (first, *others), lines = commands(name), head(name)
+    assert re.fullmatch(
+        rf"mambacl train {name}( --stream\.root FOLDER)?( --stream\.tasks 5| --compare [\w,-]+)?", first
+    )
+    plain, (title, *rest) = re.sub(r" --compare .*", "", first), lines[1 + len(others) :]
+    further = " --method mamba-cl" if name in OURS else " --setting public-code --recipe public-code"
+    assert others and all(command.startswith(plain + further) for command in others)
+    assert title.endswith(".") and (name in OURS or "docs/settings.md" in rest[0])
+    assert [line.split()[0] for line in rest if re.match("Machine: |Time: |Expect ", line)] == [
+        "Machine:",
+        "Time:",
+        "Expect",
+    ]
+    machine, time, expect = (line for line in rest if re.match("Machine: |Time: |Expect ", line))
+    assert "minute" in time and all(line.endswith(".") for line in (machine, time, expect))
     for line in (time, expect):  # a number has a source
         said = re.search(r"\d", line) is None or re.search(r"in the paper|quoted from the paper|measured", line)
         assert said, line
-    assert all(len(line) <= 118 for line in (title, differ, machine, time, expect, *rest))
+    assert all(len(line) <= 118 for line in (title, *rest))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", OURS)
+def test_the_further_commands_of_a_default_train_mamba_cl_on_the_same_stream(name: str) -> None:
+    first, *others = map(typed, commands(name))
+    assert first.method == "analytic" and all(config.method == "mamba-cl" for config in others)
+    assert all((config.stream, config.backbone) == (first.stream, first.backbone) for config in others)
+
+
+@pytest.mark.parametrize("name", PAPERS)
 def test_both_commands_resolve_and_differ_only_by_setting_and_recipe(name: str) -> None:
     paper, public = both(name)
     assert (paper.setting, paper.recipe) == ("paper", "paper")
     assert (public.setting, public.recipe) == ("public-code", "public-code")
+    assert paper.method == "mamba-cl"
     parts = {"setting": "", "recipe": "", "nullspace": SETTINGS["paper"], "training": RECIPES["paper"]}
     assert dataclasses.replace(paper, **parts) == dataclasses.replace(public, **parts)  # type: ignore[arg-type]
     assert paper.nullspace.layers == public.nullspace.layers
@@ -119,6 +142,10 @@ def test_both_commands_resolve_and_differ_only_by_setting_and_recipe(name: str) 
         assert paper.nullspace == SETTINGS["paper"].override(**kept)
         assert public.nullspace == SETTINGS["public-code"].override(**kept)
         assert paper.training == RECIPES["paper"] and public.training == RECIPES["public-code"]
+
+
+def test_the_papers_benchmarks_are_the_papers() -> None:
+    assert set(WANTED) <= set(PAPERS) and {"demo", "images"} <= set(OURS)
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -226,7 +253,7 @@ def plan(config: RunConfig) -> Plan:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_has_its_data_set_and_can_be_planned(name: str) -> None:
-    for config in both(name):
+    for config in map(typed, commands(name)):
         assert config.stream.dataset in DATASETS.names()
         made = plan(config)
         assert made.blocks > 0 and made.covariance_bytes > 0
