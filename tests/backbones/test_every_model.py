@@ -207,23 +207,25 @@ def test_it_compiles_without_a_break(name):
 @pytest.mark.parametrize("name", NANO)
 @pytest.mark.usefixtures("few_test_images")
 def test_two_tasks_of_mamba_cl(name, tmp_path, capsys):
-    """As typed: `mambacl train demo --backbone vim_nano`, on few images."""
+    """As typed: `mambacl train demo --method mamba-cl --backbone vim_nano`, on few images."""
     options = ["--stream.train_per_class", "4", "--stream.tasks", "[5,5]", "--training.passes", "1"]
+    options += ["--method", "mamba-cl", "--nullspace.A.trains", "false", "--nullspace.W_delta.trains", "false"]
     assert main(["train", "demo", "--backbone", name, *options, "--out", str(tmp_path / "run")]) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["status"] == "finished" and results["backbone"] == name and len(results["correct"]) == 2
     audit = json.loads((tmp_path / "run" / "audit.json").read_text())
-    assert {part["kind"] for part in audit["updates"][0]["parts"]} == {"W_B", "W_C", "out"}  # what the demo protects
+    assert {part["kind"] for part in audit["updates"][0]["parts"]} == {"W_B", "W_C", "out"}  # what trains
 
 
 def test_another_backbone_drops_what_a_preset_chose_for_its_own():
-    config = resolve("demo", {"backbone": "vim_nano"})
+    chosen = {"extends": "demo", "nullspace": {"blocks": [6, 7], "rank": "energy:0.77"}}
+    config = resolve(chosen, {"backbone": "vim_nano"})
     assert config.pretrained is False and config.nullspace.blocks is None
-    assert config.nullspace.rank == resolve("demo", {}).nullspace.rank
-    assert config.stream.transforms.image_size == 20 and config.stream.train_per_class == 200  # both are made for 32
-    kept = resolve("demo", {"backbone": "defocus_mamba_nano"})
-    assert kept.pretrained is True and kept.nullspace.blocks
-    larger = resolve("demo", {"backbone": "vim_tiny"})
+    assert config.nullspace.rank == "energy:0.77"
+    assert config.stream.transforms.image_size == 24 and config.stream.train_per_class == 200  # both are made for 32
+    kept = resolve(chosen, {"backbone": "defocus_mamba_nano"})
+    assert kept.pretrained is True and kept.nullspace.blocks == [6, 7]
+    larger = resolve(chosen, {"backbone": "vim_tiny"})
     assert larger.pretrained is True and larger.stream.transforms.image_size is None  # it has public weights, at 224
     assert resolve("demo", {"backbone": "vim_nano", "pretrained": "x.pth"}).pretrained.endswith("x.pth")
     assert resolve(CONFIG, {}).backbone_options
@@ -233,7 +235,7 @@ def test_another_backbone_keeps_an_image_size_only_where_its_own_is_the_same():
     def size(source, **overrides):
         return resolve(source, overrides).stream.transforms.image_size
 
-    assert size("demo", backbone="vim_nano") == size("demo", backbone="defocus_mamba_nano") == size("demo") == 20
+    assert size("demo", backbone="vim_nano") == size("demo", backbone="defocus_mamba_nano") == size("demo") == 24
     for name in ("vim_tiny", "vmamba_base_s2l15", "mambavision_base"):
         assert size("demo", backbone=name) is None
         assert size("demo", backbone=name, **{"stream.transforms.image_size": 64}) == 64  # given by hand

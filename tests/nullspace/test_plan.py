@@ -101,7 +101,7 @@ def test_a_preset_is_planned_as_it_is(capsys, caplog):
     caplog.set_level("INFO", logger="mambacl")
     assert main(["plan", "demo", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert "defocus_mamba_nano at 20 px: 6 selective SSMs, D 384, L 26" in text and "s for 5" in text
+    assert "defocus_mamba_nano at 24 px: 12 selective SSMs, D 384, L 37" in text and "s for 5" in text
     assert main(["plan", "cifar100-10-scratch", "--setting", "public-code", "--no-calibration"]) == 0
     assert "defocus_mamba_tiny at 192 px" in capsys.readouterr().out
     assert "25 parts" in caplog.text and "smoothed-corner" in caplog.text
