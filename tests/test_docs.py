@@ -90,6 +90,7 @@ def test_the_readme_quotes_the_recorded_speeds() -> None:
 def test_the_demo_gives_the_recorded_accuracy(row: str, tmp_path: Path) -> None:
     """Trained rows differ between CPUs and seeds; their range is recorded beside them."""
     low, high = DEMO[row]["range over seeds and CPUs"]
-    assert low <= DEMO[row]["final accuracy"] <= high
+    mean = DEMO[row]["final accuracy"]
+    assert low <= (mean[0] if isinstance(mean, list) else mean) <= high
     found = 100 * mambacl.train("demo", **DEMO[row]["run"], out=str(tmp_path / "run")).metrics["final_accuracy_tasks"]
     assert low - MARGIN <= found <= high + MARGIN
