@@ -278,3 +278,11 @@ def test_no_placeholder_is_left_in_the_documentation() -> None:
         assert not any(word in text for word in ("DEMO_", "SPEED_TABLE", "TODO", " xx")), path
         for link in re.findall(r"\]\(((?:docs/)?[\w/.-]+)\)", text):
             assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+def test_another_classifier_drops_the_options_of_the_presets() -> None:
+    assert resolve("demo", {}).classifier_options == {"width": 2000}
+    assert resolve("demo", {"classifier": "lda"}).classifier_options == {}
+    given = {"classifier": "lda", "classifier_options.shrinkage": 0.5}
+    assert resolve("demo", given).classifier_options == {"shrinkage": 0.5}
+    assert resolve("demo", {"classifier_options.seed": 3}).classifier_options == {"width": 2000, "seed": 3}

@@ -3,7 +3,7 @@
 Later layers override earlier ones: first the named setting and recipe, then the preset or file, after those that it
 `extends`, then the user's options. What a layer holds for the chosen method under `for_method` follows it. A layer that
 names a setting or a recipe starts from it and drops earlier changes to another. A layer that names another backbone
-drops what earlier layers chose for theirs.
+drops what earlier layers chose for theirs, and one that names another classifier its options.
 
 None of this imports PyTorch, unless the user names another backbone than the preset's.
 """
@@ -126,6 +126,8 @@ def resolve(source: str | Path | Mapping[str, Any] | RunConfig | None, overrides
     values = {"setting": RunConfig.setting, "recipe": RunConfig.recipe, **first}
     for layer in others:
         dropped = [group for name, group in (("setting", "nullspace"), ("recipe", "training")) if name in layer]
+        if layer.get("classifier", "auto") not in ("auto", values.get("classifier")):
+            dropped.append("classifier_options")
         values = merge(_without(_for_backbone(values, layer), dropped), layer)
     named: dict[str, Any] = {}
     if isinstance(values["setting"], str):
