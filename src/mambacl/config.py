@@ -21,7 +21,7 @@ import yaml
 from mambacl.data.config import StreamConfig
 from mambacl.errors import UserError
 from mambacl.features import FeatureOptions
-from mambacl.files import expanded
+from mambacl.files import expanded, is_word
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace.settings import Setting, given_rules, setting_named
 from mambacl.options import (
@@ -61,7 +61,8 @@ class RunConfig(Options):
     backbone: str = "defocus_mamba_nano"
     """model to train; `mambacl models` lists them"""
     pretrained: bool | str = True
-    """true for the model's public weights, or the path of a checkpoint; false starts from random weights"""
+    """true for the model's default weights, the tag of others (`mambacl models` lists them), or the path of a
+    checkpoint; false starts from random weights"""
     known_classes: bool = False
     """the checkpoint already knows the classes of the first task: use its classifier, train nothing in that task, and
     use its images only to find what to protect"""
@@ -191,7 +192,7 @@ def _for_backbone(base: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, A
     if "pretrained" not in layer:
         from mambacl.backbones.registry import MODELS
 
-        if MODELS.get(name).weights is None:
+        if not MODELS.get(name).weights:
             base["pretrained"] = False
     return base
 
@@ -233,7 +234,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if config.stream.root is not None:
         root = str(expanded(config.stream.root).absolute())
         changes["stream"] = dataclasses.replace(config.stream, root=root)
-    if isinstance(config.pretrained, str):
+    if isinstance(config.pretrained, str) and not is_word(config.pretrained):  # a word is a tag
         changes["pretrained"] = str(expanded(config.pretrained).absolute())
     return dataclasses.replace(config, **changes)
 

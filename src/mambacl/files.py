@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,11 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise UserError(f"{path} begins with an unknown home folder: write the full path.") from None
+
+
+def is_word(name: str) -> bool:
+    """Whether this names something, such as weights or a preset, and is not a path: a path has a dot or a slash."""
+    return re.fullmatch(r"[\w-]+", name) is not None
 
 
 # Writing

@@ -1,4 +1,5 @@
-"""`import mambacl.timm` registers the backbones with timm, for `timm.create_model("vim_tiny")`.
+"""`import mambacl.timm` registers the backbones with timm, for `timm.create_model("vim_tiny")`. As in timm, a
+dot separates a model's name from the tag of its weights: `timm.create_model("vim_tiny.in1k", pretrained=True)`.
 
 Names that timm already has are left to timm.
 """
@@ -15,10 +16,11 @@ from mambacl.backbones import create_model, list_models
 
 
 def _entrypoint(name: str) -> Callable[..., Any]:
-    def build(pretrained: bool = False, **options: Any) -> Any:
-        for timms_own in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+    def build(pretrained: bool | str = False, **options: Any) -> Any:
+        tag = options.pop("pretrained_cfg", None)
+        for timms_own in ("pretrained_cfg_overlay", "cache_dir"):
             options.pop(timms_own, None)
-        return create_model(name, pretrained, **options)
+        return create_model(name, tag if pretrained is True and isinstance(tag, str) else pretrained, **options)
 
     build.__name__ = build.__qualname__ = name
     return build

@@ -5,6 +5,7 @@ numbered in `Mixer.forward`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from mambacl.backbones.layers import (
     initialize_linear,
     run_blocks,
 )
-from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.backbones.registry import MODELS, TINY_IMAGENET, ModelEntry, PublicWeights
 from mambacl.errors import UserError
 from mambacl.ops.precision import at_least_float32, full_precision
 
@@ -273,30 +274,34 @@ def _size(
 PUBLIC = "https://github.com/OpenGVLab/De-focus-Attention-Networks/releases/download/v1.0/"
 
 
-def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
-    MODELS.add(name, ModelEntry(name, DefocusMamba, DefocusConfig, config, weights))
+def _register(name: str, config: dict[str, Any], weights: Mapping[str, PublicWeights] | None = None) -> None:
+    MODELS.add(name, ModelEntry(name, DefocusMamba, DefocusConfig, config, weights or {}))
 
 
 _register("defocus_mamba", {})
 _register(
     "defocus_mamba_nano",
     _size(32, 4, 192, 12, rank=12, num_classes=200, use_aux_loss=False),
-    PublicWeights(packaged="defocus_mamba_nano_tin32.safetensors", licence="Apache-2.0", top1=38.9),
+    {  # the first is the default
+        "tin32-39ep": PublicWeights(
+            packaged="defocus_mamba_nano_tin32.safetensors", licence="Apache-2.0", data=TINY_IMAGENET, top1=38.9
+        ),
+    },
 )
 _register("defocus_mamba_tiny", _size(192, 16, 192, 24))
 _register("defocus_mamba_small", _size(224, 16, 384, 24))
 _register(
     "defocus_mamba_base",
     _size(224, 16, 768, 24),
-    PublicWeights(url=PUBLIC + "defocus_mamba_base_cls.pth", licence="MIT", top1=82.0),
+    {"in1k": PublicWeights(url=PUBLIC + "defocus_mamba_base_cls.pth", licence="MIT", top1=82.0)},
 )
 _register(
     "defocus_mamba_large",
     _size(384, 16, 1024, 48, head_type="IN22kto1k_cls", mamba={"delta_scale_factor": 2.0, "rope_scale_factor": 4.0}),
-    PublicWeights(url=PUBLIC + "defocus_mamba_large_cls_1k.pth", licence="MIT", top1=85.9),
+    {"in1k": PublicWeights(url=PUBLIC + "defocus_mamba_large_cls_1k.pth", licence="MIT", top1=85.9)},
 )
 _register(
     "defocus_mamba_large_22k",
     _size(192, 16, 1024, 48, head_type="IN22k_cls", num_classes=21841),
-    PublicWeights(url=PUBLIC + "defocus_mamba_large_cls_21k.pth", licence="MIT"),
+    {"in22k": PublicWeights(url=PUBLIC + "defocus_mamba_large_cls_21k.pth", licence="MIT", data="ImageNet-22k")},
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mambacl.backbones.registry import MODELS, ModelEntry
 from mambacl.backbones.unpickling import find_state_dict, read_checkpoint
 from mambacl.errors import UserError
-from mambacl.files import download, replacing
+from mambacl.files import download, is_word, replacing
 from mambacl.log import logger
 from mambacl.options import build_config, merge
 
@@ -25,9 +25,9 @@ def create_model(
 ) -> nn.Module:
     """Creates a backbone by name.
 
-    `pretrained`: True for the public weights of this model, or the path of a checkpoint (.safetensors or a public
-    .pth). `num_classes`: 0 for no classifier (the output is the pooled feature). `config`: overrides by name, nested
-    ones as a mapping.
+    `pretrained`: True for this model's default weights, the tag of others (`mambacl models` lists them), or the path of
+    a checkpoint (.safetensors or a public .pth). `num_classes`: 0 for no classifier (the output is the pooled feature).
+    `config`: overrides by name, nested ones as a mapping.
     """
     entry = MODELS.get(name)
     if num_classes is not None:
@@ -38,10 +38,16 @@ def create_model(
 
 
 def load_pretrained(model: nn.Module, name: str, pretrained: bool | str | Path) -> None:
-    """Loads the public weights of this model (True), those of a file (a path), or none (False)."""
+    """Loads this model's default weights (True), others by tag or from a file (a path), or none (False)."""
     if pretrained is not False:
-        path = weights_file(MODELS.get(name)) if pretrained is True else Path(pretrained)
-        logger.info("%s", load_weights(model, path))
+        path = weights_file(MODELS.get(name), pretrained)
+        account, licence = load_weights(model, path), _licences().get(path.name)
+        logger.info("%s%s", account, f" Licence: {licence}." if licence else "")
+
+
+def _licences() -> dict[str, str]:
+    """By file name, of all registered weights."""
+    return {weights.file: weights.licence for name in MODELS.names() for weights in MODELS.get(name).weights.values()}
 
 
 @dataclass
@@ -189,14 +195,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mambacl"
 
 
-def weights_file(entry: ModelEntry) -> Path:
-    """The file with a model's public weights, downloaded at the first call unless it is part of the package."""
-    weights = entry.weights
-    if weights is not None and weights.packaged:
-        return Path(str(files("mambacl.backbones") / "weights" / weights.packaged))
-    if weights is None or weights.url is None:
+def weights_file(entry: ModelEntry, pretrained: bool | str | Path = True) -> Path:
+    """The file with a model's default weights (True) or others by tag, downloaded at the first call unless it is part
+    of the package. A path is returned unchanged."""
+    if isinstance(pretrained, Path) or (isinstance(pretrained, str) and not is_word(pretrained)):
+        return Path(pretrained)
+    tag = pretrained if isinstance(pretrained, str) else next(iter(entry.weights), None)
+    if tag is None:
         raise UserError(f"There are no public weights for '{entry.name}'; give the path of your own as pretrained.")
-    path = cache_folder() / weights.url.rsplit("/", 1)[-1]
+    if tag not in entry.weights:
+        known = f"its weights are {', '.join(entry.weights)}" if entry.weights else "it has no public weights"
+        raise UserError(f"'{entry.name}' has no weights '{tag}': {known}; for a file, give its path, such as ./{tag}.")
+    weights = entry.weights[tag]
+    if weights.packaged:
+        return Path(str(files("mambacl.backbones") / "weights" / weights.packaged))
+    path = cache_folder() / weights.file
     if not path.exists():
         checksum = weights.sha256 and f"sha256:{weights.sha256}"
         otherwise = f"fetch it elsewhere and put it at {path}, or give its path as pretrained"

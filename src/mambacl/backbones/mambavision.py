@@ -7,6 +7,7 @@ models trained from those weights. The mixer's equations are numbered in `MambaV
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from mambacl.log import logger
 from mambacl.ops.precision import at_least_float32, full_precision
 
 LICENCE = "CC-BY-NC-SA-4.0, non-commercial"
+NVIDIA = ("model.", "encoder.")  # how names begin in its files other than those of the registry
 PerStage = tuple[int, ...] | list[int]
 
 
@@ -288,8 +290,11 @@ class MambaVision(Backbone):
     def adapt_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Translates a public file's tensors to this model's names. From a pre-training file it takes the encoder;
         other tensors keep their names, to be reported as unexpected, or are dropped if this model has the same name."""
-        logger.info("The licence of MambaVision's public weights, and of models trained from them: %s.", LICENCE)
-        tensors = {name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in tensors.items()}
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        if any(name.startswith(NVIDIA) for name in tensors):
+            logger.info("The file has the names of NVIDIA's weights. Their licence, and that of models trained from "
+                        "them: %s.", LICENCE)  # fmt: skip
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoder = {name[8:]: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
         if not encoder:
             return tensors
@@ -298,14 +303,14 @@ class MambaVision(Backbone):
         return {**rest, **encoder}
 
 
-def _register(size: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
+def _register(size: str, config: dict[str, Any], weights: Mapping[str, PublicWeights] | None = None) -> None:
     name = f"mambavision_{size}" if size else "mambavision"
-    MODELS.add(name, ModelEntry(name, MambaVision, MambaVisionConfig, config, weights))
+    MODELS.add(name, ModelEntry(name, MambaVision, MambaVisionConfig, config, weights or {}))
 
 
-def _public(repository: str, file: str, top1: float) -> PublicWeights:
+def _public(repository: str, file: str, top1: float) -> dict[str, PublicWeights]:
     url = f"https://huggingface.co/nvidia/MambaVision-{repository}/resolve/main/mambavision_{file}.pth.tar"
-    return PublicWeights(url=url, licence=LICENCE, top1=top1)
+    return {"in1k": PublicWeights(url=url, licence=LICENCE, top1=top1)}
 
 
 _SMALL = {"dim": 96, "in_dim": 64, "depths": (3, 3, 7, 5)}

@@ -1,12 +1,14 @@
 """The backbones by name, with their sizes, configurations and public weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from mambacl.registry import Registry
+
+TINY_IMAGENET = "Tiny-ImageNet at 32 px"  # of the packaged weights
 
 
 @dataclass(frozen=True)
@@ -14,10 +16,15 @@ class PublicWeights:
     """The source of a model's weights: a file in the package or a URL."""
 
     packaged: str | None = None
-    url: str | None = None
+    url: str = ""
     sha256: str | None = None
     licence: str = ""
-    top1: float | None = None  # per cent, as published, on ImageNet-1k; the packaged one: Tiny-ImageNet at 32 px
+    data: str = "ImageNet-1k"  # whose classes the classifier knows
+    top1: float | None = None  # per cent, on the validation images of `data`, as published
+
+    @property
+    def file(self) -> str:
+        return self.packaged or self.url.rpartition("/")[2]
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class ModelEntry:
     build: Callable[[Any], nn.Module]  # takes an instance of config_class
     config_class: type
     config: Mapping[str, Any]  # values that differ from the class's defaults
-    weights: PublicWeights | None = None
+    weights: Mapping[str, PublicWeights] = field(default_factory=dict)
+    """by tag, a word of letters, digits and hyphens; the first is the default"""
 
 
 MODELS: Registry[ModelEntry] = Registry("model", "mambacl.backbones")

@@ -307,5 +307,5 @@ for _name, _config, _file, _top1 in (
     ),
     ("vim_base", {"embed_dim": 768}, "base-midclstok/resolve/main/vim_b_midclstok_81p9acc.pth", 81.9),
 ):
-    _weights = PublicWeights(url=PUBLIC + _file, licence="Apache-2.0", top1=_top1) if _file else None
+    _weights = {"in1k": PublicWeights(url=PUBLIC + _file, licence="Apache-2.0", top1=_top1)} if _file else {}
     MODELS.add(_name, ModelEntry(_name, Vim, VimConfig, _config, _weights))

@@ -391,9 +391,9 @@ SIZES = {  # depth of the third stage, width of the first, ssm_ratio, file, top-
 }
 
 
-def _register(name: str, config: dict[str, Any], weights: PublicWeights | None = None) -> None:
+def _register(name: str, config: dict[str, Any], weights: Mapping[str, PublicWeights] | None = None) -> None:
     version = FIRST_VERSION if name.startswith("vanilla_") else {}
-    MODELS.add(name, ModelEntry(name, VMamba, VMambaConfig, {**config, **version}, weights))
+    MODELS.add(name, ModelEntry(name, VMamba, VMambaConfig, {**config, **version}, weights or {}))
 
 
 _register("vmamba", {})
@@ -402,4 +402,4 @@ _register("vmamba_mini", MINI)
 _register("vanilla_vmamba_nano", NANO)
 for _name, (_depth, _width, _ratio, _file, _top1) in SIZES.items():
     _config = {"depths": (2, 2, _depth, 2), "dims": _width, "ssm_ratio": _ratio}
-    _register(_name, _config, PublicWeights(url=PUBLIC + _file, licence="MIT", top1=_top1))
+    _register(_name, _config, {"in1k": PublicWeights(url=PUBLIC + _file, licence="MIT", top1=_top1)})

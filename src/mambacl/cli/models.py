@@ -62,7 +62,7 @@ def plan(
 
 
 def models(name: Annotated[str, "only models whose name contains this"] = "") -> None:
-    """list the backbones: size, FLOPs, public weights, licence, accuracy"""
+    """list the backbones: size, FLOPs, and their weights with accuracy, data set, licence, file"""
     import torch
 
     from mambacl.backbones import create_model
@@ -72,22 +72,22 @@ def models(name: Annotated[str, "only models whose name contains this"] = "") ->
     names = [other for other in sorted(MODELS.names()) if name in other]
     if not names:
         raise UserError(f"No model's name contains '{name}'.{did_you_mean(name, MODELS.names())}")
-    print(
-        f"{'name':26} {'parameters':>11} {'px':>4} {'GFLOP':>7}  {'top-1':>5}  licence and file of the public weights"
-    )
+    print(f"{'name':26} {'parameters':>11} {'px':>4} {'GFLOP':>7}  {'weights':10} {'top-1':>5}  data, licence, file")
     for name in names:
         with torch.device("meta"):
             model: Any = create_model(name).eval()
         size, weights = model.default_cfg["input_size"][-1], MODELS.get(name).weights
         count, flops = sum(p.numel() for p in model.parameters()), count_flops(model, size)[0]
-        note, top1 = "none", ""
-        if weights is not None:
-            source = "in the package" if weights.packaged else str(weights.url).rpartition("/")[2]
-            note, top1 = f"{weights.licence}: {source}", f"{weights.top1:.1f}" if weights.top1 else ""
-        print(f"{name:26} {count / 1e6:>9.2f} M {size:>4} {flops / 1e9:>7.2f}  {top1:>5}  {note}", flush=True)
-    nano = "; that of defocus_mamba_nano on Tiny-ImageNet at 32 px" if "defocus_mamba_nano" in names else ""
+        about = f"{name:26} {count / 1e6:>9.2f} M {size:>4} {flops / 1e9:>7.2f}"
+        for tag, w in weights.items():
+            top1, file = f"{w.top1:.1f}" if w.top1 else "", "in the package" if w.packaged else w.file
+            print(f"{about}  {tag:10} {top1:>5}  {w.data}, {w.licence}, {file}", flush=True)
+            about = " " * len(about)
+        if not weights:
+            print(f"{about}  none", flush=True)
     print("\nGFLOP of one image: multiply-adds count as two, elementwise operations not at all, the scan as 9 "
-          f"operations per token, channel and state. top-1: per cent on ImageNet-1k, as published{nano}.")  # fmt: skip
+          "operations per token, channel and state. top-1: per cent on the data set, as published. "
+          "--pretrained TAG chooses weights; the first of a model are its default.")  # fmt: skip
     if "defocus_mamba_large_22k" in names:
         with torch.device("meta"):
             model = create_model("defocus_mamba_large_22k", num_classes=1000, head_type="IN1k_cls", use_aux_loss=False)

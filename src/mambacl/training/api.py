@@ -20,7 +20,7 @@ from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
 from mambacl.training.build import Parts, build, check_stream, pick_device
 from mambacl.training.folder import BACKBONE, RunFolder
-from mambacl.training.identity import differences
+from mambacl.training.identity import differences, with_named_weights
 from mambacl.training.loop import Loop, TrainingError
 from mambacl.training.seconds import Watch
 
@@ -69,7 +69,7 @@ def train(
     resolved = resolve(config, overrides)
     folder = RunFolder(resolved.folder)
     existing = folder.config() if folder.exists() and not overwrite else None
-    resolved = _with_precision(resolved, existing)
+    resolved = with_named_weights(_with_precision(resolved, existing))
     if existing is not None:
         differing = differences(existing, resolved)
         if differing:

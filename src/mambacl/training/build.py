@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -189,7 +188,7 @@ def check_image_size(model: nn.Module, size: int, name: str) -> None:
 def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
     """The classifier of the checkpoint that the run starts from."""
     model: Any = create_model(config.backbone, num_classes=classes, **config.backbone_options)
-    path = weights_file(MODELS.get(config.backbone)) if config.pretrained is True else Path(str(config.pretrained))
+    path = weights_file(MODELS.get(config.backbone), config.pretrained)
     account = load_weights(model, path)
     head = model.get_classifier()
     if any(name.startswith(classifier_names(model)) for name in account.missing) or not isinstance(head, nn.Linear):

@@ -32,6 +32,8 @@ CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.
 BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
 LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
+BEFORE_TAGS = {"defocus_mamba_nano": "tin32-39ep", "defocus_mamba_large_22k": "in22k"}
+"""what `pretrained: true` means in a run from before weights had tags; `in1k` for other models"""
 FROM_TRAIN = "give a folder that mambacl train wrote, such as runs/<preset>-<method>-0."
 
 
@@ -115,7 +117,10 @@ class RunFolder:
 
     def options(self) -> dict[str, Any]:
         """The configuration as written by any version, unchecked; empty if the file is missing."""
-        return parse_yaml(self.config_text(), str(self.path / CONFIG))
+        options = parse_yaml(self.config_text(), str(self.path / CONFIG))
+        if options.get("pretrained") is True:
+            options["pretrained"] = BEFORE_TAGS.get(str(options.get("backbone")), "in1k")
+        return options
 
     def config_text(self) -> str:
         return self._text(CONFIG)

@@ -1,5 +1,6 @@
 """Which options make two runs different. `train` needs it to continue a run, reports to group runs by seed."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,18 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key not in EXECUTION}
 
 
+def with_named_weights(config: RunConfig) -> RunConfig:
+    """Replaces `pretrained: true` by the tag of the model's default weights, which may be others in another version of
+    this package. A model without weights keeps it, and fails when it is built."""
+    if config.pretrained is not True:
+        return config
+    from mambacl.backbones.registry import MODELS  # late, because it imports PyTorch
+
+    return dataclasses.replace(config, pretrained=next(iter(MODELS.get(config.backbone).weights), True))
+
+
 def differences(existing: RunConfig, wanted: RunConfig) -> list[str]:
     """Names of the options that make `wanted` another run than `existing`. The precision `auto` fits any run."""
-    a, b = defining(existing.as_dict()), defining(wanted.as_dict())
+    a, b = defining(existing.as_dict()), defining(with_named_weights(wanted).as_dict())
     same = ("precision",) if wanted.precision == "auto" else ()
     return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in same]
