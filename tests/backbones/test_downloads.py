@@ -60,7 +60,7 @@ def entry(source):
     torch.save({"model": source.state_dict()}, buffer)
     content = buffer.getvalue()
     weights = PublicWeights(url="https://example.org/v1/tiny.pth", sha256=hashlib.sha256(content).hexdigest())
-    return dataclasses.replace(MODELS.get("defocus_mamba"), name="tiny", weights=weights), content
+    return dataclasses.replace(MODELS.get("defocus_mamba"), name="tiny", weights={"in1k": weights}), content
 
 
 def left(folder):
@@ -123,7 +123,7 @@ def test_a_server_that_cannot_continue_starts_over(cache, network, entry):
 
 def test_without_a_checksum_nothing_is_continued(cache, network, entry):
     size, content = entry
-    size = dataclasses.replace(size, weights=dataclasses.replace(size.weights, sha256=None))
+    size = dataclasses.replace(size, weights={"in1k": dataclasses.replace(size.weights["in1k"], sha256=None)})
     cache.mkdir()
     (cache / "tiny.pth.part").write_bytes(b"an older attempt")
     network.response = lambda: Response(content)

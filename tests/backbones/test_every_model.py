@@ -289,10 +289,10 @@ def test_the_list(capsys):
     assert main(["models", "mambavision_tiny"]) == 0
     text = capsys.readouterr().out
     assert "31.79 M" in text and "82.3" in text and "mambavision_tiny_1k.pth.tar" in text and "non-commercial" in text
-    assert "top-1: per cent on ImageNet-1k, as published.\n" in text
+    assert "in1k" in text and "ImageNet-1k" in text and "Tiny-ImageNet" not in text
     assert main(["models", "defocus_mamba_nano"]) == 0
-    said = "top-1: per cent on ImageNet-1k, as published; that of defocus_mamba_nano on Tiny-ImageNet at 32 px."
-    assert said in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "tin32-39ep  38.9  Tiny-ImageNet at 32 px, Apache-2.0, in the package\n" in text
     assert main(["models", "vmmba"]) == 2
     assert "No model's name contains 'vmmba'. Did you mean 'vmamba'?" in capsys.readouterr().err
 
@@ -304,10 +304,17 @@ def test_timm_knows_them_after_an_import():
         "import mambacl, timm; print(timm.is_model('vim_nano')); import mambacl.timm, torch;"
         "m = timm.create_model('vim_nano', num_classes=3);"
         "print(tuple(m(torch.zeros(1, 3, 32, 32)).shape), timm.is_model('vmamba_base_s2l15'),"
-        "timm.create_model('defocus_mamba_nano', pretrained=True, num_classes=0).num_features)"
+        "timm.create_model('defocus_mamba_nano', pretrained=True, num_classes=0).num_features,"
+        "timm.create_model('defocus_mamba_nano.tin32-39ep', pretrained=True).num_features)\n"
+        "try: timm.create_model('defocus_mamba_nano.tin64', pretrained=True)\n"
+        "except mambacl.UserError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n", 1) == ["False", "(1, 3) True 192\n"]
+    assert done.stdout.split("\n", 1) == [
+        "False",
+        "(1, 3) True 192 192\n'defocus_mamba_nano' has no weights 'tin64': its weights are "
+        f"{', '.join(MODELS.get('defocus_mamba_nano').weights)}; for a file, give its path, such as ./tin64.\n",
+    ]
 
 
 def test_without_timm_the_import_says_what_is_missing(monkeypatch):

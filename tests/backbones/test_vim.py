@@ -104,7 +104,7 @@ def test_parameters_are_counted_as_published(name, count):
 def test_every_size_is_listed_with_the_licence_of_its_weights():
     assert set(SIZES) <= set(list_models())
     for name in MANIFESTS:
-        weights = vim.MODELS.get(name).weights
+        weights = vim.MODELS.get(name).weights["in1k"]
         assert weights.licence == "Apache-2.0" and weights.top1 > 75 and weights.url.endswith(".pth")
 
 

@@ -111,7 +111,7 @@ def test_names_shapes_and_configuration_are_the_manifests(name):
     for key, value in record["config"].items():
         if key != "drop_path_rate":  # a matter of the training recipe: off unless asked for
             assert getattr(model.config, key) == (tuple(value) if key == "depths" else value), key
-    assert vmamba.MODELS.get(name).weights.url.endswith("/" + record["checkpoint"])
+    assert vmamba.MODELS.get(name).weights["in1k"].url.endswith("/" + record["checkpoint"])
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

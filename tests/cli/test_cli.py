@@ -117,6 +117,7 @@ EARLY: list[tuple[list[str], str]] = [  # refused before PyTorch is loaded
 LATE: list[tuple[list[str], str]] = [
     (["train", "demo", "--backbone", "vit"], "no model 'vit'"),
     (["train", "demo", "--pretrained", "weights.pth"], "weights.pth; give the path"),
+    (["train", "demo", "--pretrained", "tin64"], "'defocus_mamba_nano' has no weights 'tin64': its weights are tin32-"),
     (["train", "demo", "--stream.dataset", "mnist"], "no data set 'mnist'"),
     (["train", "demo", "--stream.dataset", "cifar100"], "needs stream.root"),
     (["train", "demo", "--options.x", "1"], "analytic: there is no option 'x'"),

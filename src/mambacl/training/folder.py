@@ -119,7 +119,7 @@ class RunFolder:
         """The configuration as written by any version, unchecked; empty if the file is missing."""
         options = parse_yaml(self.config_text(), str(self.path / CONFIG))
         if options.get("pretrained") is True:
-            options["pretrained"] = BEFORE_TAGS.get(str(options.get("backbone")), "in1k")
+            options["pretrained"] = BEFORE_TAGS.get(options.get("backbone", RunConfig.backbone), "in1k")
         return options
 
     def config_text(self) -> str:
