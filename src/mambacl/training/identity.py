@@ -37,6 +37,6 @@ def with_named_weights(config: RunConfig) -> RunConfig:
 
 def differences(existing: RunConfig, wanted: RunConfig) -> list[str]:
     """Names of the options that make `wanted` another run than `existing`. The precision `auto` fits any run."""
-    a, b = defining(existing.as_dict()), defining(with_named_weights(wanted).as_dict())
+    a, b = (defining(with_named_weights(config).as_dict()) for config in (existing, wanted))
     same = ("precision",) if wanted.precision == "auto" else ()
     return [key for key in {**a, **b} if a.get(key) != b.get(key) and key not in same]
