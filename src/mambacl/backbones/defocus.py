@@ -25,7 +25,7 @@ from mambacl.backbones.layers import (
     initialize_linear,
     run_blocks,
 )
-from mambacl.backbones.registry import MODELS, TINY_IMAGENET, ModelEntry, PublicWeights
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights, packaged
 from mambacl.errors import UserError
 from mambacl.ops.precision import at_least_float32, full_precision
 
@@ -283,9 +283,7 @@ _register(
     "defocus_mamba_nano",
     _size(32, 4, 192, 12, rank=12, num_classes=200, use_aux_loss=False),
     {  # the first is the default
-        "tin32-39ep": PublicWeights(
-            packaged="defocus_mamba_nano_tin32.safetensors", licence="Apache-2.0", data=TINY_IMAGENET, top1=38.9
-        ),
+        "tin32-39ep": packaged("defocus_mamba_nano_tin32.safetensors", 38.9),
     },
 )
 _register("defocus_mamba_tiny", _size(192, 16, 192, 24))

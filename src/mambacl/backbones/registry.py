@@ -8,8 +8,6 @@ from torch import nn
 
 from mambacl.registry import Registry
 
-TINY_IMAGENET = "Tiny-ImageNet at 32 px"  # of the packaged weights
-
 
 @dataclass(frozen=True)
 class PublicWeights:
@@ -25,6 +23,11 @@ class PublicWeights:
     @property
     def file(self) -> str:
         return self.packaged or self.url.rpartition("/")[2]
+
+
+def packaged(file: str, top1: float) -> PublicWeights:
+    """A file in backbones/weights, where a model card says how it was made."""
+    return PublicWeights(packaged=file, licence="Apache-2.0", data="Tiny-ImageNet at 32 px", top1=top1)
 
 
 @dataclass(frozen=True)

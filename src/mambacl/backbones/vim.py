@@ -5,7 +5,9 @@ numbered in `Mixer.forward`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -290,22 +292,23 @@ def resized_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, i
     return with_middle(grid.flatten(2).mT.to(positions.dtype), positions[:, half : half + 1])
 
 
-PUBLIC = "https://huggingface.co/hustvl/Vim-"
 NANO = {"img_size": 32, "patch_size": 4, "stride": 4, "embed_dim": 64, "depth": 6, "num_classes": 200}
-for _name, _config, _file, _top1 in (
-    ("vim", {}, None, None),
-    ("vim_nano", NANO, None, None),
-    ("vim_mini", {**NANO, "embed_dim": 192, "depth": 12}, None, None),
-    ("vim_tiny", {}, "tiny-midclstok/resolve/main/vim_t_midclstok_76p1acc.pth", 76.1),
-    ("vim_tiny_stride8", {"stride": 8}, "tiny-midclstok/resolve/main/vim_t_midclstok_ft_78p3acc.pth", 78.3),
-    ("vim_small", {"embed_dim": 384}, "small-midclstok/resolve/main/vim_s_midclstok_80p5acc.pth", 80.5),
-    (
-        "vim_small_stride8",
-        {"embed_dim": 384, "stride": 8},
-        "small-midclstok/resolve/main/vim_s_midclstok_ft_81p6acc.pth",
-        81.6,
-    ),
-    ("vim_base", {"embed_dim": 768}, "base-midclstok/resolve/main/vim_b_midclstok_81p9acc.pth", 81.9),
-):
-    _weights = {"in1k": PublicWeights(url=PUBLIC + _file, licence="Apache-2.0", top1=_top1)} if _file else {}
-    MODELS.add(_name, ModelEntry(_name, Vim, VimConfig, _config, _weights))
+
+
+def _register(name: str, config: dict[str, Any], weights: Mapping[str, PublicWeights] | None = None) -> None:
+    MODELS.add(name, ModelEntry(name, Vim, VimConfig, config, weights or {}))
+
+
+def _public(size: str, file: str, top1: float) -> dict[str, PublicWeights]:
+    url = f"https://huggingface.co/hustvl/Vim-{size}-midclstok/resolve/main/vim_{file}.pth"
+    return {"in1k": PublicWeights(url=url, licence="Apache-2.0", top1=top1)}
+
+
+_register("vim", {})
+_register("vim_nano", NANO)
+_register("vim_mini", {**NANO, "embed_dim": 192, "depth": 12})
+_register("vim_tiny", {}, _public("tiny", "t_midclstok_76p1acc", 76.1))
+_register("vim_tiny_stride8", {"stride": 8}, _public("tiny", "t_midclstok_ft_78p3acc", 78.3))
+_register("vim_small", {"embed_dim": 384}, _public("small", "s_midclstok_80p5acc", 80.5))
+_register("vim_small_stride8", {"embed_dim": 384, "stride": 8}, _public("small", "s_midclstok_ft_81p6acc", 81.6))
+_register("vim_base", {"embed_dim": 768}, _public("base", "b_midclstok_81p9acc", 81.9))
