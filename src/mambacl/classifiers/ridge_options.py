@@ -17,7 +17,7 @@ NOT_NEGATIVE = Must("be at least 0", lambda value: isinstance(value, str) or val
 
 RULES: dict[str, dict[str, Any]] = {
     "ours": {
-        "activation": "cos",
+        "activation": "fourier",
         "bandwidth": 0.2,
         "distribution": "normal",
         "standardize": "first-task",
@@ -51,9 +51,9 @@ class RidgeOptions(Options):
     """units of the lift; 0: no lift; auto: as many as state_limit allows; null: auto if there is a state_limit,
     otherwise the rule's (ours: 5000, or 32 per feature if that is less)"""
     activation: Activation | None = None
-    """activation of the lift; cos has random phases: random Fourier features"""
+    """activation of the lift; fourier: the cosine and the sine of each projection"""
     bandwidth: Annotated[float, Must("be positive", lambda value: value > 0)] | None = None
-    """factor of the lift's weights: with cos, the inverse of the Gaussian kernel's width (ours: 0.2, RanPAC's and
+    """factor of the lift's weights: with fourier, the inverse of the Gaussian kernel's width (ours: 0.2, RanPAC's and
     ACIL's: 1)"""
     distribution: Distribution | None = None
     """of the lift's weights: normal with variance 1 / features, unit-normal, or uniform as in a linear layer"""
