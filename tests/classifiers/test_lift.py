@@ -6,7 +6,19 @@ import pytest
 import torch
 from tolerance import assert_near, rounding
 
-from mambacl.classifiers.gram import KINDS, LARGEST, PANEL, ROWS, Gram, blocks_of, panels, stored_values
+from mambacl.classifiers import gram
+from mambacl.classifiers.gram import (
+    KINDS,
+    LARGEST,
+    PANEL,
+    ROWS,
+    Gram,
+    blocks_of,
+    from_bytes,
+    panels,
+    stored_values,
+    to_bytes,
+)
 from mambacl.classifiers.lift import ACTIVATIONS, draw, fit_scale, lift, projections, standard_normal, uniform
 
 # The lift
@@ -127,9 +139,14 @@ def random_rows(rows: int, units: int, dtype: torch.dtype = torch.float32, seed:
 
 
 def empty(units: int, kind: str = "float64", blocks: int = 1) -> Gram:
-    flat = torch.zeros(stored_values(units, blocks), dtype=KINDS[kind])
-    spread = torch.zeros(units if kind == "int16" else 0, dtype=torch.float64)
-    return Gram(flat, blocks, torch.zeros(units, dtype=torch.float64), 0, spread)
+    spread = torch.zeros(units if kind.startswith("int") else 0, dtype=torch.float64)
+    return Gram(gram.empty(units, blocks, kind), blocks, torch.zeros(units, dtype=torch.float64), 0, spread)
+
+
+def step(kind: str) -> float:
+    """The distance of stored correlations."""
+    largest = LARGEST.get(KINDS[kind])
+    return 1 / largest if largest else 0.0
 
 
 def added(gram: Gram, rows: torch.Tensor) -> Gram:
@@ -158,8 +175,8 @@ def test_a_stored_gram_is_the_plain_one(kind: str, blocks: int) -> None:
     rows = random_rows(ROWS + 100, units, dtype)
     gram = added(added(empty(units, kind, blocks), rows[:30]), rows[30:])
     plain = rows.double().T @ rows.double()
-    # int16: half a unit of a correlation, each of the two times it was stored
-    allowed = rounding(ROWS, dtype) * plain.max() + (plain.max() / LARGEST if kind == "int16" else 0)
+    # integers: half a unit of a correlation, each of the two times it was stored
+    allowed = rounding(ROWS, dtype) * plain.max() + step(kind) * plain.max()
     for block in blocks_of(units, blocks):
         whole = gram.block(block, torch.float64)
         assert torch.equal(whole, whole.T)
@@ -174,11 +191,20 @@ def test_grams_merge(kind: str) -> None:
     left, right, whole = added(empty(20, kind), rows[:50]), added(empty(20, kind), rows[50:]), rows.double()
     merged = left.merge(right, left.sums + right.sums, 200)
     plain = whole.T @ whole
-    allowed = rounding(200, dtype) * plain.max() + (1.5 * plain.max() / LARGEST if kind == "int16" else 0)
+    allowed = rounding(200, dtype) * plain.max() + 1.5 * step(kind) * plain.max()
     assert (merged.block(slice(0, 20), torch.float64) - plain).abs().max() <= allowed
 
 
-def test_units_that_never_vary_are_stored_as_int16() -> None:
+@pytest.mark.parametrize("kind", ["int24", "int16"])
+def test_units_that_never_vary_are_stored_as_integers(kind: str) -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 3.0]])
-    gram = added(empty(3, "int16"), rows)
+    gram = added(empty(3, kind), rows)
     torch.testing.assert_close(gram.block(slice(0, 3), torch.float64), (rows.T @ rows).double())
+
+
+def test_three_bytes_hold_an_integer() -> None:
+    values = torch.tensor([[0.0, 1.0, -1.0, 255.0], [256.0, -65536.0, 2.0**23 - 1, 1.0 - 2.0**23]], dtype=torch.float64)
+    stored = to_bytes(values)
+    assert stored.shape == (2, 4, 3) and stored.dtype == torch.uint8
+    assert stored[0].tolist() == [[0, 0, 0], [1, 0, 0], [255, 255, 255], [255, 0, 0]]
+    assert torch.equal(from_bytes(stored).double(), values)

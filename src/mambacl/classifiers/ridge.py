@@ -16,7 +16,7 @@ When each part is fixed:
   depend on the order of the images or their division into batches.
 
 Memory in bytes, for M units, C classes and n waiting images with d features:
-- at rest (`nbytes`): 2 M^2 for G (1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
+- at rest (`nbytes`): 2 M^2 for G (1.5 M^2 as int24, 1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
 - beside it, never saved: W, 2 d M, or 4 d M if the activation is not fourier;
 - during an update: 4 n d for what waits, 4 n M (at most LIFTED) for lifted features;
 - while solving: 16 M^2, or 8 M^2 above FLOAT64_UNITS units.
@@ -75,12 +75,15 @@ class Ridge(StatisticsClassifier):
         self.options = resolved(self.asked, num_features)
         self.units = int(self.options.width or 0) or num_features
         self.dtype = torch.float64 if self.options.storage == "float64" else torch.float32
-        kind, fixed = storage_of.KINDS[str(self.options.storage)], self.options.standardize == "none"
+        gram, fixed = (
+            storage_of.empty(self.units, self.options.blocks, str(self.options.storage)),
+            self.options.standardize == "none",
+        )
         empty: dict[str, Tensor] = {
             "center": torch.zeros(num_features if fixed else 0, dtype=self.dtype),
             "scale": torch.ones(num_features if fixed else 0, dtype=self.dtype),
-            "gram": torch.zeros(storage_of.stored_values(self.units, self.options.blocks), dtype=kind),
-            "spread": torch.zeros(self.units if kind == torch.int16 else 0, dtype=torch.float64),
+            "gram": gram,
+            "spread": torch.zeros(0 if gram.is_floating_point() else self.units, dtype=torch.float64),
             "sums": torch.zeros(0, self.units, dtype=self.dtype),
             "weights": torch.zeros(0, self.units, dtype=self.dtype),
             "counts": torch.zeros(0, dtype=torch.int64),
