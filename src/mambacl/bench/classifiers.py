@@ -18,9 +18,9 @@ from mambacl.training.step import autocast
 CLASSES = 100
 LIMITS = ("100MB", "1GB")
 NOTES = (
-    "GPU time, or that of the CPU. backbone: images to the final feature. all depths: also the class token and the mean "
-    f"of all depths. ridge: the scores of {CLASSES} classes from these features. Weights are random. Products of the "
-    "ridge classifier are in TF32 if the precision is bf16.",
+    "GPU time, or that of the CPU. backbone: images to the final feature. all depths: also the class token and the "
+    f"mean of all depths. ridge: the scores of {CLASSES} classes from these features. Weights are random. The ridge "
+    "classifier's products are in TF32 if the precision is bf16.",
 )
 
 
