@@ -3,7 +3,8 @@
     python examples/study.py --root FOLDER --out runs/study --json docs/results/study.json
 
 Every run has its own folder. Start it again after an interruption: finished runs are read, the others continue. The
-file holds mean and standard deviation over the seeds; each seed has its own class order.
+file holds mean and standard deviation over the seeds; each seed has its own class order. Rows of the file that are not
+measured again stay.
 """
 
 import argparse
@@ -80,23 +81,27 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--json", default="study.json", help="file for the results")
     parser.add_argument("--preset", default="cifar100-10-nano")
     parser.add_argument("--tables", nargs="+", choices=list(STUDY), default=list(STUDY))
+    parser.add_argument("--rows", nargs="+", help="only these rows, by name")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--options", type=json.loads, default={}, help='for every run, as JSON: {"device": "cpu"}')
     arguments = parser.parse_args(given)
-    rows: dict[str, Any] = {}
-    tables: dict[str, Any] = {}
+    path = Path(arguments.json)
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows, tables = record.get("rows", {}), record.get("tables", {})  # rows that are not measured now stay
     for table in arguments.tables:
         for name, options in STUDY[table].items():
+            if arguments.rows and name not in arguments.rows:
+                continue
             try:
                 runs = [measured(name, options, seed, arguments) for seed in arguments.seeds]
             except UserError as error:
                 print(f"{name}: not run ({error})")
                 continue
-            rows[name] = {"what": name, "options": options, **over_seeds(runs)}
-            tables.setdefault(table, {"columns": list(COLUMNS), "rows": []})["rows"].append(name)
-            unit = f"per cent, seeds {', '.join(map(str, arguments.seeds))}"
-            record = {"benchmark": arguments.preset, "unit": unit, "rows": rows, "tables": tables}
-            Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            rows[name] = {"what": name, "options": options, "seeds": arguments.seeds, **over_seeds(runs)}
+            listed = tables.setdefault(table, {"columns": list(COLUMNS), "rows": []})["rows"]
+            listed += [] if name in listed else [name]
+            record = {"benchmark": arguments.preset, "unit": "per cent", "rows": rows, "tables": tables}
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,10 @@ def test_the_study_continues_and_writes_tables(monkeypatch, tmp_path):
     mean = 50 * (first["final_accuracy_tasks"] + second["final_accuracy_tasks"])
     assert both["rows"]["ours"]["final accuracy"][0] == round(mean, 2)
     assert "| ours |" in accuracies(both, "methods")
+    study.main([*given, "--seeds", "1", "--rows", "ours"])  # the others stay
+    last = json.loads((tmp_path / "study.json").read_text())
+    assert last["rows"]["ours"]["forgetting"] == [100 * second["forgetting"]]
+    assert last["rows"]["Mamba-CL"] == both["rows"]["Mamba-CL"] and last["tables"] == both["tables"]
 
 
 @pytest.mark.slow

@@ -144,6 +144,14 @@ def test_ratios_of_a_block_a_decomposition_and_inference() -> None:
         assert row["ms_per_image"] == pytest.approx(row["call_ms"] / row["batch"])
 
 
+def test_the_share_of_a_classifier() -> None:
+    small, large = result_of("classifier").rows[:2]
+    assert (small["state"], large["state"]) == ("100MB", "1GB") and small["units"] < large["units"]
+    for row in (small, large):
+        wanted = row["ridge_us_per_image"] / row["backbone_us_per_image"]
+        assert row["ridge_/_backbone"] == pytest.approx(wanted) and wanted > 0
+
+
 @pytest.mark.slow
 def test_ratios_of_a_step_a_projection_and_a_run() -> None:
     for row in result_of("step").rows:

@@ -6,8 +6,20 @@ import pytest
 import torch
 from tolerance import assert_near, rounding
 
-from mambacl.classifiers.gram import KINDS, LARGEST, PANEL, ROWS, Gram, blocks_of, panels, stored_values
-from mambacl.classifiers.lift import ACTIVATIONS, draw, draw_phases, fit_scale, lift, standard_normal, uniform
+from mambacl.classifiers import gram
+from mambacl.classifiers.gram import (
+    KINDS,
+    LARGEST,
+    PANEL,
+    ROWS,
+    Gram,
+    blocks_of,
+    from_bytes,
+    panels,
+    stored_values,
+    to_bytes,
+)
+from mambacl.classifiers.lift import ACTIVATIONS, draw, fit_scale, lift, projections, standard_normal, uniform
 
 # The lift
 
@@ -47,20 +59,10 @@ def test_weights_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch: pyte
     assert all(torch.equal(draw(6, 9, 2, kind), one) for kind, one in zip(("normal", "uniform"), whole, strict=True))
 
 
-def test_phases_cover_the_circle() -> None:
-    phases = draw_phases(10**5, 0).double()
-    assert phases.min() >= 0 and phases.max() <= torch.tensor(2 * math.pi) and draw_phases(3, 0).dtype == torch.float32
-    for power in (1, 2):  # the means of exp(i b) and exp(2 i b) are 0 within five standard errors
-        assert abs(torch.polar(torch.ones_like(phases), power * phases).mean().item()) < 5 / math.sqrt(10**5)
-    assert torch.equal(draw_phases(3, 0), (2 * math.pi * uniform(-3, 3, 0)).float())
-    assert not torch.equal(draw_phases(3, 0), draw_phases(3, 1))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_gpu_draws_the_same() -> None:
     assert torch.equal(uniform(-50, 10**6, 3, "cuda").cpu(), uniform(-50, 10**6, 3))
-    assert torch.equal(draw_phases(1000, 3, "cuda").cpu(), draw_phases(1000, 3))
     assert torch.equal(draw(100, 1000, 3, "uniform", "cuda").cpu(), draw(100, 1000, 3, "uniform"))
     here, there = draw(100, 10000, 3), draw(100, 10000, 3, device="cuda").cpu()
     assert_near(there, here, 1)
@@ -106,34 +108,27 @@ def test_the_lift_by_hand(activation: str) -> None:
     projection = torch.tensor([[1.0, 0.0, -2.0], [0.0, 2.0, 0.0]])
     x = torch.tensor([[1.0, -1.0, -2.0]])
     expected = {
-        "cos": torch.tensor([[0.5403023, 0.5403023, -0.4161468]]),
+        "fourier": torch.tensor([[0.5403023, 0.8414710, 0.5403023, -0.8414710, -0.4161468, -0.9092974]]),
         "relu": torch.tensor([[1.0, 0.0, 0.0]]),
         "tanh": torch.tensor([[0.7615942, -0.7615942, -0.9640276]]),
         "gelu": torch.tensor([[0.8413447, -0.1586553, -0.0455003]]),
         "none": x,
     }[activation]
     assert_near(lift(f, m, s, projection, activation), expected, 4)
-    assert_near(lift(f, m, s, None, "none"), torch.tensor([[1.0, -0.5]]), 2)
+    assert_near(lift(f, m, s, None, activation), torch.tensor([[1.0, -0.5]]), 2)
 
 
-def test_cosines_with_phases_by_hand() -> None:
-    f, m, s = torch.tensor([[3.0, -1.0]]), torch.tensor([1.0, 1.0]), torch.tensor([2.0, 4.0])
-    projection, phases = torch.tensor([[1.0, 0.0, -2.0], [0.0, 2.0, 0.0]]), torch.tensor([0.5, 1.0, 3.0])
-    expected = torch.tensor([[0.0707372, 1.0, 0.5403023]])  # cos(1.5), cos(0), cos(1)
-    assert_near(lift(f, m, s, projection, "cos", phases), expected, 4)
-
-
-def test_products_of_cosines_are_a_gaussian_kernel() -> None:
-    """The mean of 2 h h' over units is exp(-|g (f - f')|^2 / 2d) within five standard errors; a term's variance is at
-    most 2."""
+def test_products_of_cosines_and_sines_are_a_gaussian_kernel() -> None:
+    """The mean of h h' over projections is exp(-|g (f - f')|^2 / 2d) within five standard errors; a term's variance is
+    at most 1 / 2."""
     features = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
     units, g = 20000, 1.5
-    h = lift(
-        features, torch.zeros(4), torch.ones(4), g * draw(4, units, 0).double(), "cos", draw_phases(units, 0).double()
-    )
+    count = projections(units, "fourier")
+    h = lift(features, torch.zeros(4), torch.ones(4), g * draw(4, count, 0).double(), "fourier")
     kernel = torch.exp(-(g * torch.cdist(features, features)).square() / 8)
-    assert (2 * h @ h.T / units - kernel).abs().max() < 5 * math.sqrt(2 / units)
+    assert h.shape == (6, units) and (h @ h.T / count - kernel).abs().max() < 5 * math.sqrt(0.5 / count)
     assert kernel.min() < 0.1
+    assert projections(7, "fourier") == 4 and projections(7, "relu") == 7
 
 
 # The storage of G
@@ -144,9 +139,14 @@ def random_rows(rows: int, units: int, dtype: torch.dtype = torch.float32, seed:
 
 
 def empty(units: int, kind: str = "float64", blocks: int = 1) -> Gram:
-    flat = torch.zeros(stored_values(units, blocks), dtype=KINDS[kind])
-    spread = torch.zeros(units if kind == "int16" else 0, dtype=torch.float64)
-    return Gram(flat, blocks, torch.zeros(units, dtype=torch.float64), 0, spread)
+    spread = torch.zeros(units if kind.startswith("int") else 0, dtype=torch.float64)
+    return Gram(gram.empty(units, blocks, kind), blocks, torch.zeros(units, dtype=torch.float64), 0, spread)
+
+
+def step(kind: str) -> float:
+    """The distance of stored correlations."""
+    largest = LARGEST.get(KINDS[kind])
+    return 1 / largest if largest else 0.0
 
 
 def added(gram: Gram, rows: torch.Tensor) -> Gram:
@@ -175,8 +175,8 @@ def test_a_stored_gram_is_the_plain_one(kind: str, blocks: int) -> None:
     rows = random_rows(ROWS + 100, units, dtype)
     gram = added(added(empty(units, kind, blocks), rows[:30]), rows[30:])
     plain = rows.double().T @ rows.double()
-    # int16: half a unit of a correlation, each of the two times it was stored
-    allowed = rounding(ROWS, dtype) * plain.max() + (plain.max() / LARGEST if kind == "int16" else 0)
+    # integers: half a unit of a correlation, each of the two times it was stored
+    allowed = rounding(ROWS, dtype) * plain.max() + step(kind) * plain.max()
     for block in blocks_of(units, blocks):
         whole = gram.block(block, torch.float64)
         assert torch.equal(whole, whole.T)
@@ -191,11 +191,20 @@ def test_grams_merge(kind: str) -> None:
     left, right, whole = added(empty(20, kind), rows[:50]), added(empty(20, kind), rows[50:]), rows.double()
     merged = left.merge(right, left.sums + right.sums, 200)
     plain = whole.T @ whole
-    allowed = rounding(200, dtype) * plain.max() + (1.5 * plain.max() / LARGEST if kind == "int16" else 0)
+    allowed = rounding(200, dtype) * plain.max() + 1.5 * step(kind) * plain.max()
     assert (merged.block(slice(0, 20), torch.float64) - plain).abs().max() <= allowed
 
 
-def test_units_that_never_vary_are_stored_as_int16() -> None:
+@pytest.mark.parametrize("kind", ["int24", "int16"])
+def test_units_that_never_vary_are_stored_as_integers(kind: str) -> None:
     rows = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 3.0]])
-    gram = added(empty(3, "int16"), rows)
+    gram = added(empty(3, kind), rows)
     torch.testing.assert_close(gram.block(slice(0, 3), torch.float64), (rows.T @ rows).double())
+
+
+def test_three_bytes_hold_an_integer() -> None:
+    values = torch.tensor([[0.0, 1.0, -1.0, 255.0], [256.0, -65536.0, 2.0**23 - 1, 1.0 - 2.0**23]], dtype=torch.float64)
+    stored = to_bytes(values)
+    assert stored.shape == (2, 4, 3) and stored.dtype == torch.uint8
+    assert stored[0].tolist() == [[0, 0, 0], [1, 0, 0], [255, 255, 255], [255, 0, 0]]
+    assert torch.equal(from_bytes(stored).double(), values)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench import network, nullspace, roofline, runs, scan
+from mambacl.bench import classifiers, network, nullspace, roofline, runs, scan
 from mambacl.bench.result import Result, check_writable, header, machine_line, quiet, save, text
 from mambacl.bench.shapes import SHAPES, shape_named
 from mambacl.bench.sizes import Sizes, default_sizes
@@ -25,6 +25,7 @@ PARTS = {
     "projection": "projecting a step, compared with a loop over dense matrices",
     "decomposition": "decomposing after a task, compared with an SVD per parameter",
     "inference": "predicting one image at a time, and many",
+    "classifier": "what a classifier from statistics adds to the backbone's time",
     "run": "a complete run, from the files to the last evaluation",
 }
 
@@ -73,6 +74,7 @@ def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | No
         "projection": lambda: nullspace.measure_projection(clock, sizes),
         "decomposition": lambda: nullspace.measure_decomposition(clock, sizes),
         "inference": lambda: network.measure_inference(clock, sizes),
+        "classifier": lambda: classifiers.measure(clock, sizes),
         "run": lambda: runs.measure(clock, sizes, root),
     }
     return ways[part]()

@@ -4,9 +4,10 @@ A panel holds PANEL rows and their columns up to the diagonal, so the triangle c
 needs no index arithmetic. With several blocks, each block of units has its own triangle, and products between blocks
 are not stored.
 
-`int16` stores G = s s^T / n + D R D, where s is the sum of h, n the number of images, D the diagonal of standard
-deviations and R the correlations, as multiples of 1 / 32767. s and n are known to the classifier anyway, and removing
-them first leaves small numbers, which lose least.
+`int24` and `int16` store G = s s^T / n + D R D, where s is the sum of h, n the number of images, D the diagonal of
+standard deviations and R the correlations, as multiples of 1 / (2^23 - 1) or 1 / (2^15 - 1). s and n are known to the
+classifier anyway, and removing them first leaves small numbers, which lose least. PyTorch has no integers of 24 bits:
+they are stored as three bytes each.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from torch import Tensor
 
 PANEL = 256
 ROWS = 1024  # images per float32 product; products are added in float64
-LARGEST = 32767
-KINDS = {"float64": torch.float64, "float32": torch.float32, "int16": torch.int16}
+KINDS = {"float64": torch.float64, "float32": torch.float32, "int24": torch.uint8, "int16": torch.int16}
+LARGEST = {torch.uint8: 2**23 - 1, torch.int16: 2**15 - 1}  # the integer that stands for a correlation of 1
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Panel:
     stored: slice  # place in the flat tensor
 
     def view(self, flat: Tensor) -> Tensor:
-        """(rows, columns)"""
-        return flat[self.stored].view(self.rows.stop - self.rows.start, self.columns.stop - self.columns.start)
+        """(rows, columns), or (rows, columns, 3) bytes"""
+        return flat[self.stored].unflatten(
+            0, (self.rows.stop - self.rows.start, self.columns.stop - self.columns.start)
+        )
 
 
 def blocks_of(units: int, blocks: int) -> list[slice]:
@@ -49,6 +52,23 @@ def panels(units: int, blocks: int = 1) -> Iterator[Panel]:
             place += size
 
 
+def empty(units: int, blocks: int, storage: str) -> Tensor:
+    """The flat tensor of a Gram matrix that is 0."""
+    shape = (stored_values(units, blocks), 3) if storage == "int24" else (stored_values(units, blocks),)
+    return torch.zeros(shape, dtype=KINDS[storage])
+
+
+def to_bytes(values: Tensor) -> Tensor:
+    """Whole numbers below 2^23 as (..., 3) bytes, the lowest first."""
+    return values.to(torch.int32).unsqueeze(-1).view(torch.uint8)[..., :3]
+
+
+def from_bytes(stored: Tensor) -> Tensor:
+    shifted = stored.new_zeros(*stored.shape[:-1], 4)
+    shifted[..., 1:] = stored  # to the top, so that the sign is in place
+    return shifted.view(torch.int32).squeeze(-1) >> 8
+
+
 def stored_values(units: int, blocks: int = 1) -> int:
     """Length of the flat tensor."""
     return sum(panel.stored.stop - panel.stored.start for panel in panels(units, blocks))
@@ -56,8 +76,8 @@ def stored_values(units: int, blocks: int = 1) -> int:
 
 @dataclass
 class Gram:
-    """A Gram matrix in storage. `sums` and `images` are s and n; `spread` is D's diagonal. All three matter for int16
-    only, where `spread` and `images` must be those of the last change."""
+    """A Gram matrix in storage. `sums` and `images` are s and n; `spread` is D's diagonal. All three matter only for
+    integers, where they must be those of the last change."""
 
     flat: Tensor
     blocks: int
@@ -66,31 +86,38 @@ class Gram:
     spread: Tensor  # (units,), float64; empty for floating-point storage
 
     @property
+    def largest(self) -> int | None:
+        """The integer that stands for 1; None for floating-point storage."""
+        return LARGEST.get(self.flat.dtype)
+
+    @property
     def units(self) -> int:
         return len(self.sums)
 
     def read(self, panel: Panel) -> Tensor:
         """A panel in float64."""
-        values = panel.view(self.flat).double()
-        if self.flat.dtype != torch.int16:
+        stored = panel.view(self.flat)
+        values = (from_bytes(stored) if stored.dtype == torch.uint8 else stored).double()
+        if self.largest is None:
             return values
-        values *= self.spread[panel.rows, None] / LARGEST
+        values *= self.spread[panel.rows, None] / self.largest
         values *= self.spread[panel.columns]
         return values.addr_(self.sums[panel.rows], self.sums[panel.columns], alpha=1 / max(1, self.images))
 
     def write(self, panel: Panel, values: Tensor) -> None:
         """Changes `values`."""
-        if self.flat.dtype == torch.int16:
+        if self.largest is not None:
             values.addr_(self.sums[panel.rows], self.sums[panel.columns], alpha=-1 / max(1, self.images))
             inverse = torch.where(self.spread > 0, 1 / self.spread, 0.0)
-            values *= inverse[panel.rows, None] * LARGEST
+            values *= inverse[panel.rows, None] * self.largest
             values *= inverse[panel.columns]
-            values.round_().clamp_(-LARGEST, LARGEST)
-        panel.view(self.flat).copy_(values)
+            values.round_().clamp_(-self.largest, self.largest)
+        stored = panel.view(self.flat)
+        stored.copy_(to_bytes(values) if stored.dtype == torch.uint8 else values)
 
     def diagonal(self) -> Tensor:
         """(units,) in float64"""
-        if self.flat.dtype == torch.int16:
+        if self.largest is not None:
             return self.sums.square() / max(1, self.images) + self.spread.square()
         parts = [panel.view(self.flat).diagonal(panel.rows.start - panel.columns.start) for panel in self.panels()]
         return torch.cat(parts).double()

@@ -1,12 +1,12 @@
-"""The lift: a fixed random map from features to many more units, h = act(((f - m) / s) W), or with cosines
-h = cos(g ((f - m) / s) W + b).
+"""The lift: a fixed random map from features to many more units, h = act(g ((f - m) / s) W).
 
 A linear classifier on h separates what no linear classifier on f does. W follows from a seed, the same on every device
 and in every process, and no state contains it. The input map, (f - m) / s, is fitted once, to features of
 the first task.
 
-Cosines with random phases b are random Fourier features (Rahimi and Recht, 2007): products of h approximate a Gaussian
-kernel of the features, whose width is 1 / g.
+`fourier` gives the cosine and the sine of each projection, as two units: random Fourier features (Rahimi and Recht,
+2007). Products of h approximate a Gaussian kernel of the features, whose width is 1 / g. Cosines alone, with random
+phases, were as accurate in our tests but need twice as many projections.
 """
 
 import math
@@ -17,14 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["cos", "relu", "tanh", "gelu", "none"]
+Activation = Literal["fourier", "relu", "tanh", "gelu", "none"]
 Distribution = Literal["normal", "unit-normal", "uniform"]
 
 GOLDEN = -0x61C8864680B583EB  # 2^64 divided by the golden ratio
 DRAWN = 1 << 22  # values drawn at a time
 
+
+def fourier(x: Tensor) -> Tensor:
+    """(b, n) -> (b, 2 n): cosine and sine side by side, so that blocks of units hold pairs."""
+    pairs = x.new_empty(*x.shape, 2)
+    torch.cos(x, out=pairs[..., 0])
+    torch.sin(x, out=pairs[..., 1])
+    return pairs.flatten(1)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "cos": torch.cos,
+    "fourier": fourier,
     "relu": torch.relu,
     "tanh": torch.tanh,
     "gelu": F.gelu,
@@ -70,9 +79,9 @@ def draw(
     return drawn.view(features, units)
 
 
-def draw_phases(units: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """b (units,) in float32, uniform over the circle."""
-    return (2 * math.pi * uniform(-units, units, seed, device)).float()  # positions that W does not use
+def projections(units: int, activation: str) -> int:
+    """How many columns of W these units need."""
+    return (units + 1) // 2 if activation == "fourier" else units
 
 
 def fit_scale(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,16 +98,7 @@ def fit_scale(features: Tensor) -> tuple[Tensor, Tensor]:
     return center, torch.where(varies, scale, fallback)
 
 
-def lift(
-    features: Tensor,
-    center: Tensor,
-    scale: Tensor,
-    projection: Tensor | None,
-    activation: str,
-    phases: Tensor | None = None,
-) -> Tensor:
+def lift(features: Tensor, center: Tensor, scale: Tensor, projection: Tensor | None, activation: str) -> Tensor:
     """h (b, units) of features (b, d). Without a projection there is no lift: the units are the features."""
     x = (features - center) / scale
-    if projection is not None:
-        x = x @ projection if phases is None else torch.addmm(phases, x, projection)
-    return ACTIVATIONS[activation](x)
+    return x if projection is None else ACTIVATIONS[activation](x @ projection)

@@ -16,8 +16,8 @@ When each part is fixed:
   depend on the order of the images or their division into batches.
 
 Memory in bytes, for M units, C classes and n waiting images with d features:
-- at rest (`nbytes`): 2 M^2 for G (1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
-- beside it, never saved: W, 4 d M;
+- at rest (`nbytes`): 2 M^2 for G (1.5 M^2 as int24, 1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
+- beside it, never saved: W, 2 d M, or 4 d M if the activation is not fourier;
 - during an update: 4 n d for what waits, 4 n M (at most LIFTED) for lifted features;
 - while solving: 16 M^2, or 8 M^2 above FLOAT64_UNITS units.
 
@@ -39,7 +39,7 @@ from mambacl.classifiers import gram as storage_of
 from mambacl.classifiers import least_squares
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.gram import Gram
-from mambacl.classifiers.lift import draw, draw_phases, fit_scale, lift
+from mambacl.classifiers.lift import draw, fit_scale, lift, projections
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.classifiers.ridge_options import RidgeOptions, resolved
 from mambacl.errors import UserError
@@ -67,8 +67,7 @@ class Ridge(StatisticsClassifier):
     waiting: Tensor  # features (n, d) that are not in G and Q yet
     waiting_labels: Tensor
     identity: Tensor  # recognises the lift
-    projection: Tensor | None  # W (d, units), times the bandwidth; not saved
-    phases: Tensor | None  # b (units,), with cosines; not saved
+    projection: Tensor | None  # W, times the bandwidth; not saved
 
     def __init__(self, num_features: int, **options: Any) -> None:
         super().__init__(num_features)
@@ -76,12 +75,15 @@ class Ridge(StatisticsClassifier):
         self.options = resolved(self.asked, num_features)
         self.units = int(self.options.width or 0) or num_features
         self.dtype = torch.float64 if self.options.storage == "float64" else torch.float32
-        kind, fixed = storage_of.KINDS[str(self.options.storage)], self.options.standardize == "none"
+        gram, fixed = (
+            storage_of.empty(self.units, self.options.blocks, str(self.options.storage)),
+            self.options.standardize == "none",
+        )
         empty: dict[str, Tensor] = {
             "center": torch.zeros(num_features if fixed else 0, dtype=self.dtype),
             "scale": torch.ones(num_features if fixed else 0, dtype=self.dtype),
-            "gram": torch.zeros(storage_of.stored_values(self.units, self.options.blocks), dtype=kind),
-            "spread": torch.zeros(self.units if kind == torch.int16 else 0, dtype=torch.float64),
+            "gram": gram,
+            "spread": torch.zeros(0 if gram.is_floating_point() else self.units, dtype=torch.float64),
             "sums": torch.zeros(0, self.units, dtype=self.dtype),
             "weights": torch.zeros(0, self.units, dtype=self.dtype),
             "counts": torch.zeros(0, dtype=torch.int64),
@@ -93,7 +95,6 @@ class Ridge(StatisticsClassifier):
         for name, tensor in empty.items():
             self.register_buffer(name, tensor)
         self.register_buffer("projection", None, persistent=False)
-        self.register_buffer("phases", None, persistent=False)
         self._arrived: list[tuple[Tensor, Tensor]] = []  # joins `waiting` when needed
         self._arrived_bytes = 0
         self._solved = True
@@ -104,7 +105,7 @@ class Ridge(StatisticsClassifier):
         """An empty classifier with the same lift, which can later be merged into the other."""
         made = cls(other.num_features, **asdict(other.asked))
         made.center, made.scale = other.center.clone(), other.scale.clone()
-        made.projection, made.phases = other.projection, other.phases  # never change
+        made.projection = other.projection  # never changes
         return made.to(other.sums.device)
 
     @property
@@ -254,11 +255,9 @@ class Ridge(StatisticsClassifier):
 
     def _draw(self) -> Tensor | None:
         if self.options.width and self.projection is None:
-            options, device = self.options, self.sums.device
-            drawn = draw(self.num_features, self.units, options.seed, str(options.distribution), device)
+            options, columns = self.options, projections(self.units, str(self.options.activation))
+            drawn = draw(self.num_features, columns, options.seed, str(options.distribution), self.sums.device)
             self.projection = drawn.mul_(float(options.bandwidth or 1.0)).to(self.dtype)
-            if options.activation == "cos":
-                self.phases = draw_phases(self.units, options.seed, device).to(self.dtype)
         return self.projection
 
     def lifted(self, features: Tensor) -> Tensor:
@@ -268,7 +267,7 @@ class Ridge(StatisticsClassifier):
 
     def _lifted(self, features: Tensor) -> Tensor:
         x, drawn = features.to(self.dtype), self._draw()
-        return lift(x, self.center, self.scale, drawn, str(self.options.activation), self.phases)
+        return lift(x, self.center, self.scale, drawn, str(self.options.activation))[:, : self.units]
 
     @torch.no_grad()
     def forward(self, features: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from mambacl.options import Must, Options, at_least, between
 DEFAULT_UNITS = 5000
 UNITS_PER_FEATURE = 32  # more than that per feature add little
 SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
-BYTES = {"float64": 8, "float32": 4, "int16": 2}
+BYTES = {"float64": 8, "float32": 4, "int24": 3, "int16": 2}
 NOT_NEGATIVE = Must("be at least 0", lambda value: isinstance(value, str) or value >= 0)
 
 RULES: dict[str, dict[str, Any]] = {
     "ours": {
-        "activation": "cos",
+        "activation": "fourier",
         "bandwidth": 0.2,
         "distribution": "normal",
         "standardize": "first-task",
@@ -51,9 +51,9 @@ class RidgeOptions(Options):
     """units of the lift; 0: no lift; auto: as many as state_limit allows; null: auto if there is a state_limit,
     otherwise the rule's (ours: 5000, or 32 per feature if that is less)"""
     activation: Activation | None = None
-    """activation of the lift; cos has random phases: random Fourier features"""
+    """activation of the lift; fourier: the cosine and the sine of each projection"""
     bandwidth: Annotated[float, Must("be positive", lambda value: value > 0)] | None = None
-    """factor of the lift's weights: with cos, the inverse of the Gaussian kernel's width (ours: 0.2, RanPAC's and
+    """factor of the lift's weights: with fourier, the inverse of the Gaussian kernel's width (ours: 0.2, RanPAC's and
     ACIL's: 1)"""
     distribution: Distribution | None = None
     """of the lift's weights: normal with variance 1 / features, unit-normal, or uniform as in a linear layer"""
@@ -66,8 +66,9 @@ class RidgeOptions(Options):
     """with ridge current-task: the share of the task's images, its last ones, that judge the ridge"""
     balanced: bool = False
     """give every class the same weight in Q, whatever its number of images"""
-    storage: Literal["float32", "float64", "int16"] | None = None
-    """type of the stored G; int16 takes half the space of float32 (ours), but needs a larger ridge"""
+    storage: Literal["float32", "float64", "int24", "int16"] | None = None
+    """type of the stored G; int24 takes three quarters of the space of float32, int16 half of it, but int16 needs a
+    larger ridge; null: ACIL's float64, ours int24 if there is a state_limit, otherwise float32"""
     blocks: Annotated[int, at_least(1)] = 1
     """independent lifts that share the width, with one G each; their scores are averaged"""
     state_limit: str | None = None
@@ -95,7 +96,7 @@ def parsed_size(text: str) -> int:
 def state_size(features: int, units: int, storage: str, blocks: int, classes: int) -> int:
     """Bytes of the state at rest, or slightly more."""
     each = 8 if storage == "float64" else 4
-    gram = BYTES[storage] * stored_values(units, blocks) + (8 * units if storage == "int16" else 0)
+    gram = BYTES[storage] * stored_values(units, blocks) + (8 * units if storage.startswith("int") else 0)
     return gram + 2 * each * (units * classes + features) + 8 * classes + 64
 
 
@@ -104,7 +105,7 @@ def resolved(options: RidgeOptions, features: int) -> RidgeOptions:
     rule = dict(RULES[options.rule])
     if options.state_limit is not None:
         rule |= {"width": "auto"}
-    rule.setdefault("storage", "float32")
+    rule.setdefault("storage", "int24" if options.rule == "ours" and options.state_limit is not None else "float32")
     rule.setdefault("bandwidth", 1.0)
     rule.setdefault("width", min(DEFAULT_UNITS, UNITS_PER_FEATURE * features))
     options = replace(options, **{name: value for name, value in rule.items() if getattr(options, name) is None})
