@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from pretraining_help import Clock
+from tolerance import assert_near
 from torch import nn
 
 from mambacl.backbones import create_model
 from mambacl.pretraining.average import WeightAverage, averaging_rate
+from mambacl.pretraining.distorting import GREY, erase, jitter_colours, sample_boxes, sample_jitter
 from mambacl.pretraining.export import in_half_precision
 from mambacl.pretraining.loop import UNDECAYED, decays
 from mambacl.pretraining.mixing import Mix, mix_images, sample_mix, soft_targets
@@ -183,3 +185,43 @@ def test_half_precision_keeps_counters_and_what_it_cannot_hold() -> None:
     made = in_half_precision({"a": torch.tensor([1.5]), "n": torch.tensor(3), "large": torch.tensor([1e6])})
     assert made["a"].dtype == torch.float16 and made["n"].dtype == torch.int64
     assert made["large"].dtype == torch.float32 and math.isclose(made["large"].item(), 1e6)
+
+
+# Distorting
+
+
+def test_jitter_by_hand() -> None:
+    pixels = torch.tensor([0.2, 0.4, 0.6, 0.8] * 3).view(1, 3, 2, 2)
+    pixels[:, 1] /= 2
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(1, 3, 1, 1), torch.tensor([0.2, 0.1, 0.3]).view(1, 3, 1, 1)
+    images = ((pixels - mean) / std).repeat(5, 1, 1, 1)
+    factors = torch.tensor([[1.0, 1, 1], [0.5, 1, 1], [1, 0, 1], [1, 1, 0], [2, 1, 1]])
+    same, dark, flat, grey, bright = (jitter_colours(images, factors, mean, std) * std + mean).unbind(0)
+    assert_near(same, pixels[0], 10)
+    assert_near(dark, pixels[0] / 2, 10)
+    level = (pixels[0] * torch.tensor(GREY).view(3, 1, 1)).sum(0)
+    assert_near(flat, level.mean().expand(3, 2, 2), 10)  # no contrast: the mean brightness everywhere
+    assert_near(grey, level.expand(3, 2, 2), 10)
+    assert_near(bright, (2 * pixels[0]).clamp(max=1), 10)
+    assert torch.equal(images[0], images[1])  # the input stays
+
+
+def test_sampled_jitter_and_boxes() -> None:
+    rng = np.random.default_rng(0)
+    factors = sample_jitter(rng, 5000, 0.3)
+    assert factors.shape == (5000, 3) and 0.7 <= factors.min() < 0.71 and 1.29 < factors.max() <= 1.3
+    boxes = sample_boxes(rng, 5000, 0.25, 32)
+    top, left, bottom, right = boxes.T
+    erased = bottom > top
+    assert abs(erased.mean() - 0.25) < 5 * (0.25 * 0.75 / 5000) ** 0.5 and boxes.min() == 0 and boxes.max() == 32
+    assert (boxes[~erased] == 0).all() and (right[erased] > left[erased]).all()
+    area = ((bottom - top) * (right - left))[erased] / 32**2
+    assert area.min() > 0.01 and area.max() < 0.4  # sides are whole pixels
+    assert sample_boxes(rng, 100, 0.0, 32).max() == 0
+
+
+def test_erasing_by_hand() -> None:
+    images = torch.arange(1.0, 25).view(2, 1, 3, 4)
+    erased = erase(images, torch.tensor([[1, 0, 3, 2], [0, 0, 0, 0]]))
+    assert erased[0, 0].tolist() == [[1, 2, 3, 4], [0, 0, 7, 8], [0, 0, 11, 12]]
+    assert torch.equal(erased[1], images[1]) and images[0, 0, 1, 0] == 5

@@ -19,7 +19,7 @@ from mambacl.training.folder import RunFolder
 from mambacl.training.loop import TrainingError
 
 LEARNS = {"epochs": 12, "batch_size": 12, "lr": 5e-3, "ema": 0.9, "mix_share": 0.2, "drop_path": 0.0,
-          "stream": {"dataset": NAME, "transforms": {"augment": "flip"}}}  # fmt: skip
+          "jitter": 0.1, "erase": 0.1, "stream": {"dataset": NAME, "transforms": {"augment": "flip"}}}  # fmt: skip
 
 
 def same_tensors(one: Path, other: Path) -> bool:

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.data import Stream
+from mambacl.data.image_cache import on_device
 from mambacl.data.stream import mix_seeds
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
 from mambacl.pretraining.average import WeightAverage, averaging_rate
+from mambacl.pretraining.distorting import erase, jitter_colours, sample_boxes, sample_jitter
 from mambacl.pretraining.mixing import mix_images, sample_mix, soft_targets
 from mambacl.pretraining.options import PretrainConfig
 from mambacl.pretraining.schedule import ByClock, ByEpochs, Schedule, lr_factor
@@ -87,6 +89,7 @@ class Pretraining:
         self.config, self.model, self.stream, self.folder, self.device = config, model, stream, folder, device
         self.bf16, self.fingerprint, self.clock = bf16, fingerprint, clock
         self.classes, self.size = len(stream.class_order), stream.transforms.size
+        self.mean, self.std = (on_device(values, device) for values in (stream.transforms.mean, stream.transforms.std))
         self.average = WeightAverage(model)
         self.names, self.optimizer = self._optimizer()
         recorded = config.fast and device.type == "cuda"
@@ -168,7 +171,7 @@ class Pretraining:
             targets = soft_targets(labels, self.classes, mix, config.label_smoothing)
             factor = lr_factor(progress, config.warmup, config.final_lr)
             self.average.rate.fill_(averaging_rate(config.ema, self.position.steps))
-            self.step(mix_images(images, mix), targets, factor)
+            self.step(mix_images(self._distorted(images, rng), mix), targets, factor)
             self.position.steps += 1
             if self.position.steps == begun + SETTLED:
                 schedule.settled()
@@ -184,6 +187,15 @@ class Pretraining:
         logger.info(
             "epoch %d (%.0f%%)  loss %.4f  lr %.2g  %.0f images/s", epoch + 1, 100 * progress, loss, lr, seen / seconds
         )
+
+    def _distorted(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        config = self.config
+        if config.jitter:
+            factors = on_device(sample_jitter(rng, len(images), config.jitter), self.device)
+            images = jitter_colours(images, factors, self.mean, self.std)
+        if config.erase:
+            images = erase(images, on_device(sample_boxes(rng, len(images), config.erase, self.size), self.device))
+        return images
 
     # Evaluation
 

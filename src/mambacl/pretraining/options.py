@@ -65,6 +65,10 @@ class PretrainConfig(Options):
     """cutmix: parameter of the beta distribution of the areas; 0 for no cutmix"""
     mix_share: Share = 0.5
     """share of the batches with mixup or cutmix"""
+    jitter: Share = 0.0
+    """brightness, contrast and saturation of each image change by up to this share"""
+    erase: Share = 0.0
+    """share of the images in which a random box, up to a third of the image, is erased"""
     drop_path: BelowOne = 0.05
     """rate at which the last block's branches are dropped; it rises from 0 in the first block"""
     ema: BelowOne = 0.999
