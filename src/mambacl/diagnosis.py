@@ -326,7 +326,7 @@ MEANING = {
     "avx512": "AVX-512, the fastest",
     "avx2": "AVX2, close to AVX-512",
     "neon": "NEON, the fastest on ARM",
-    "baseline": "no vector instructions beyond the processor's baseline",
+    "baseline": "plain code, several times slower than AVX2",
 }
 
 
@@ -334,8 +334,10 @@ def scan_finding(built: bool, chosen: str = "", available: Sequence[str] = (), e
     """`chosen`: the instruction set in use, of those `available`, fastest first. `error`: what went wrong when it was
     chosen, or when a small scan ran."""
     if not built:
-        words = "not built: PyTorch does the scan on a CPU, several times slower"
-        remedy = "install a C++ compiler (g++ or clang++), then install mambacl again: pip install --force-reinstall --no-deps ."
+        words = "not built: PyTorch does the scan on a CPU, many times slower"
+        remedy = (
+            "install a C++ compiler (g++ or clang++), then mambacl again: pip install --force-reinstall --no-deps ."
+        )
         return Finding("C++ scan", "library", "slow", words, remedy)
     if error:
         remedy = "unset MAMBACL_CPU; if that does not help, reinstall mambacl, or set MAMBACL_SCAN=torch"
@@ -344,7 +346,7 @@ def scan_finding(built: bool, chosen: str = "", available: Sequence[str] = (), e
     if available and chosen != available[0]:
         return Finding("C++ scan", "library", "slow", f"{words}, but {available[0]} runs here", "unset MAMBACL_CPU")
     if chosen == "baseline":
-        remedy = "a processor with AVX2, or a build by GCC or Clang, is several times as fast"
+        remedy = "use a processor with AVX2, or build mambacl with GCC or Clang"
         return Finding("C++ scan", "library", "slow", words, remedy)
     return Finding("C++ scan", "library", "ok", words)
 
