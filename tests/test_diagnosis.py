@@ -227,7 +227,11 @@ def test_a_check_that_fails_is_a_finding_and_the_others_run(monkeypatch: pytest.
 
 def test_a_broken_pytorch_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
-    code = "from mambacl.diagnosis import findings\nfor f in findings(): print(f.group, f.name, f.status, f.words, sep='|')"
+    code = """
+from mambacl.diagnosis import findings
+for finding in findings():
+    print(finding.group, finding.name, finding.status, finding.words, sep="|")
+"""
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True

@@ -23,3 +23,8 @@ def test_methods_of_other_packages_are_listed(monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_module_does_not_assign_is_an_error() -> None:
     with pytest.raises(LookupError, match=r"mambacl\.errors assigns no summary"):
         constant("mambacl.errors", "summary")
+
+
+def test_values_with_and_without_a_type_are_found() -> None:
+    assert constant("mambacl.methods.ease", "name") == "ease"
+    assert constant("mambacl.methods.analytic", "own_classifier") == METHODS.get("analytic").own_classifier

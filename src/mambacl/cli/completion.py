@@ -40,9 +40,14 @@ FISH = """\
 function __mambacl_complete
     set -l before (commandline -opc)
     set -l current (commandline -ct)
-    $before[1] __complete $before[2..-1] "$current" 2>/dev/null
+    set -l found ($before[1] __complete $before[2..-1] "$current" 2>/dev/null)
+    if test -n "$found"
+        printf '%s\\n' $found
+    else
+        __fish_complete_path "$current"
+    end
 end
-complete -c mambacl -a '(__mambacl_complete)'
+complete -c mambacl -f -a '(__mambacl_complete)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
