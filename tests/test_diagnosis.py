@@ -110,8 +110,11 @@ def test_a_gpu() -> None:
 def test_no_gpu() -> None:
     assert no_gpu_finding("", "13.2").status == no_gpu_finding("", None).status == "missing"
     for_cpus, blind = no_gpu_finding("580.1", None), no_gpu_finding("580.1", "13.2")
-    assert for_cpus.status == blind.status == "broken"
-    assert "PyTorch with CUDA" in for_cpus.remedy and "CUDA_VISIBLE_DEVICES" in blind.remedy
+    assert for_cpus.status == "slow" and "PyTorch with CUDA" in for_cpus.remedy  # it works, on the CPU
+    assert blind.status == "broken" and "nvidia-smi" in blind.remedy
+    assert "(the driver is too old)" in no_gpu_finding("470.1", "13.2", reason="the driver is too old").words
+    hidden = no_gpu_finding("580.1", "13.2", "")
+    assert hidden.status == "slow" and hidden.remedy == "unset CUDA_VISIBLE_DEVICES"
 
 
 def test_triton() -> None:

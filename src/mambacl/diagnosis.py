@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -212,7 +213,8 @@ def gpu_findings(index: int, gpu: Gpu, error: str = "") -> Iterator[Finding]:
     driver = f", driver {gpu.driver}" if gpu.driver else ""
     if error:
         remedy = "update the driver, or install a PyTorch for this driver and GPU; `--device cpu` works without it"
-        return (yield Finding("GPU", name, "broken", f"{gpu.name}{driver} does not compute ({error})", remedy))
+        yield Finding("GPU", name, "broken", f"{gpu.name}{driver} does not compute ({error})", remedy)
+        return
     words = f"{gpu.name}, {gpu.total / 1e9:.0f} GB, {gpu.free / 1e9:.0f} GB free{driver}"
     if gpu.free < LITTLE_MEMORY:
         remedy = "stop other programs on it (`nvidia-smi` lists them), or choose another with --device"
@@ -226,14 +228,21 @@ def gpu_findings(index: int, gpu: Gpu, error: str = "") -> Iterator[Finding]:
         yield Finding("GPU", f"{name} bf16", "slow", "not supported", remedy)
 
 
-def no_gpu_finding(driver: str, built_for: str | None) -> Finding:
-    """`driver`: version of the NVIDIA driver, empty if there is none. `built_for`: PyTorch's CUDA or HIP version."""
+def no_gpu_finding(driver: str, built_for: str | None, visible: str | None = None, reason: str = "") -> Finding:
+    """`driver`: version of the NVIDIA driver, empty if there is none. `built_for`: PyTorch's CUDA or HIP version.
+    `visible`: the environment's CUDA_VISIBLE_DEVICES. `reason`: what PyTorch says."""
     if driver and built_for is None:
         words = f"there is an NVIDIA driver {driver}, but this PyTorch is built for CPUs only"
-        return Finding("GPU", "device", "broken", words, "install a PyTorch with CUDA, then `mambacl doctor` again")
+        return Finding("GPU", "device", "slow", words, "install a PyTorch with CUDA, then run `mambacl doctor` again")
+    if driver and visible is not None:
+        words = f"CUDA_VISIBLE_DEVICES='{visible}' hides the GPU"
+        return Finding("GPU", "device", "slow", words, "unset CUDA_VISIBLE_DEVICES")
     if driver:
         words = f"there is an NVIDIA driver {driver}, but PyTorch for {built_for} finds no GPU"
-        remedy = "run `nvidia-smi`; check CUDA_VISIBLE_DEVICES; update the driver if it is older than PyTorch's CUDA"
+        words += f" ({reason})" if reason else ""
+        remedy = (
+            "run `nvidia-smi`; update the driver if it is older than PyTorch's CUDA; `--device cpu` works without it"
+        )
         return Finding("GPU", "device", "broken", words, remedy)
     remedy = "none is needed for the demo and the nano models; use an NVIDIA GPU for the larger ones"
     return Finding("GPU", "device", "missing", "no NVIDIA GPU", remedy)
@@ -255,8 +264,12 @@ def check_gpu() -> Iterator[Finding]:
     import torch
 
     driver = nvidia_driver()
-    if not torch.cuda.is_available():
-        yield no_gpu_finding(driver, torch.version.cuda or torch.version.hip)
+    with warnings.catch_warnings(record=True) as caught:  # says why there is none
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        built_for, visible = torch.version.cuda or torch.version.hip, os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield no_gpu_finding(driver, built_for, visible, str(caught[0].message) if caught else "")
         return
     for index in range(torch.cuda.device_count()):
         with torch.cuda.device(index):

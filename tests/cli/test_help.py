@@ -59,7 +59,9 @@ def test_every_command_has_a_help_of_one_screen_with_an_example(
 def test_the_list_of_commands_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help")
     assert len(text.splitlines()) <= SCREEN and "example: mambacl train demo" in text
-    assert all(f"\n  {name} " in text for name in COMMANDS)
+    for name in COMMANDS:
+        first = name.split()[0]
+        assert f"\n  {name} " in (text if first == name or first not in COMMANDS else printed(capsys, first, "--help"))
     assert "\n  data check " in printed(capsys, "data", "--help")
 
 

@@ -58,10 +58,12 @@ mambacl teaches a pre-trained Mamba model new classes without forgetting. To beg
 
 
 def usage(first: str = "") -> str:
-    """All commands, or those that begin with the word `first`."""
+    """All commands, without those that the help of another lists, such as `bench against`; or the commands that begin
+    with the word `first`."""
     from mambacl.cli.help import rows
 
-    chosen = [command for name, command in COMMANDS.items() if not first or name.split()[0] == first]
+    inner = [name for name in COMMANDS if " " in name and name.split()[0] in COMMANDS]
+    chosen = [COMMANDS[name] for name in COMMANDS if (name.split()[0] == first if first else name not in inner)]
     lines = rows([(command.name, command.summary) for command in chosen])
     head = [f"usage: mambacl {first or 'COMMAND'} ...", f"example: {chosen[0].example}"]
     about = [] if first else ["", "Teaches a pre-trained Mamba model new classes without forgetting."]

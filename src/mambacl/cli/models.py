@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -96,6 +95,8 @@ def models(name: Annotated[str, "only models whose name contains this"] = "") ->
 
 def catalogue() -> dict[str, Any]:
     """What `mambacl models` shows, with the models of other packages, if there are any."""
+    from importlib.metadata import entry_points  # late: importing this is slow
+
     known = recorded()
     if "mambacl.backbones.registry" in sys.modules or entry_points(group="mambacl.backbones"):
         from mambacl.backbones.catalogue import described
