@@ -100,7 +100,7 @@ def main(given: list[str] | None = None) -> None:
             rows[name] = {"what": name, "options": options, "seeds": arguments.seeds, **over_seeds(runs)}
             listed = tables.setdefault(table, {"columns": list(COLUMNS), "rows": []})["rows"]
             listed += [] if name in listed else [name]
-            record = {"benchmark": arguments.preset, "unit": "per cent", "rows": rows, "tables": tables}
+            record |= {"benchmark": arguments.preset, "unit": "per cent", "rows": rows, "tables": tables}
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ SEEDS = (0, 1, 2)
 CONFIG: dict[str, Any] = {
     "name": "learning",
     "backbone": "defocus_mamba_nano",
-    "pretrained": True,
+    "pretrained": "tin32-39ep",
     "stream": {
         "dataset": "fashion-mnist-small",
         "tasks": 5,

@@ -224,7 +224,7 @@ def test_another_backbone_drops_what_a_preset_chose_for_its_own():
     assert config.nullspace.rank == "energy:0.77"
     assert config.stream.transforms.image_size == 24 and config.stream.train_per_class == 200  # both are made for 32
     kept = resolve(chosen, {"backbone": "defocus_mamba_nano"})
-    assert kept.pretrained is True and kept.nullspace.blocks == [6, 7]
+    assert kept.pretrained == "tin32-39ep" and kept.nullspace.blocks == [6, 7]
     larger = resolve(chosen, {"backbone": "vim_tiny"})
     assert larger.pretrained is True and larger.stream.transforms.image_size is None  # it has public weights, at 224
     assert resolve("demo", {"backbone": "vim_nano", "pretrained": "x.pth"}).pretrained.endswith("x.pth")
@@ -292,7 +292,8 @@ def test_the_list(capsys):
     assert "in1k" in text and "ImageNet-1k" in text and "Tiny-ImageNet" not in text
     assert main(["models", "defocus_mamba_nano"]) == 0
     text = capsys.readouterr().out
-    assert "tin32-39ep  38.9  Tiny-ImageNet at 32 px, Apache-2.0, in the package\n" in text
+    assert "tin32-148ep  47.2  Tiny-ImageNet at 32 px, Apache-2.0, in the package\n" in text
+    assert "tin32-39ep   38.9  Tiny-ImageNet at 32 px, Apache-2.0, in the package\n" in text
     assert main(["models", "vmmba"]) == 2
     assert "No model's name contains 'vmmba'. Did you mean 'vmamba'?" in capsys.readouterr().err
 

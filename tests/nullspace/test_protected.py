@@ -110,7 +110,7 @@ def test_the_packaged_model_on_real_images(setting: str, overrides: dict, little
     """The paper's rule protects two or three of 384 directions; what docs/exact.md says."""
     config = StreamConfig(tasks=5, train_per_class=50, transforms=TransformConfig(image_size=16))
     stream = open_stream(config, 16, MEAN, STD, seed=0, workers=0)
-    space = NullSpace(create_model("defocus_mamba_nano", pretrained=True, img_size=16), setting, **overrides)
+    space = NullSpace(create_model("defocus_mamba_nano", pretrained="tin32-39ep", img_size=16), setting, **overrides)
     space.consolidate(stream.plain_batches(0, 100))
     assert space.protected is not None and space.protected.size == 384
     assert space.protected.little == little and (space.protected.directions <= 4) == little

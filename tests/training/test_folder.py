@@ -113,7 +113,7 @@ def test_a_run_from_before_tags_is_the_one_with_the_weights_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_weights(monkeypatch)
-    wanted = resolve("demo", {"precision": "float32"})
+    wanted = resolve("demo", {"precision": "float32", "pretrained": True})
     folder = RunFolder(make_run(tmp_path / "run", [[9]], [10], config=wanted.as_dict()))
     assert recorded(folder) is True
     assert folder.config().pretrained == load_run(folder.path).config["pretrained"] == "tin32-39ep"

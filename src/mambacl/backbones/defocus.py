@@ -283,6 +283,7 @@ _register(
     "defocus_mamba_nano",
     _size(32, 4, 192, 12, rank=12, num_classes=200, use_aux_loss=False),
     {  # the first is the default
+        "tin32-148ep": packaged("defocus_mamba_nano_tin32_148ep.safetensors", 47.2),
         "tin32-39ep": packaged("defocus_mamba_nano_tin32.safetensors", 38.9),
     },
 )

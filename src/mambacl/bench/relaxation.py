@@ -52,7 +52,7 @@ def measure_seed(
     """The results of each way; `changes` override the stream of the preset demo."""
     config = resolve("demo", {"seed": seed, "stream": dict(changes or {})})
     torch.manual_seed(seed)
-    model = create_model("defocus_mamba_nano", num_classes=0, pretrained=True).to(device).eval()
+    model = create_model("defocus_mamba_nano", num_classes=0, pretrained="tin32-39ep").to(device).eval()
     data: Any = model.default_cfg
     stream = open_stream(config.stream, 32, list(data["mean"]), list(data["std"]), seed, 0)
     heads = [nn.Linear(192, 2).to(device) for _ in range(2)]

@@ -68,7 +68,7 @@ class Stepper:
 
     def __init__(self, clock: Clock, method: str, setting: Setting, bf16: bool, batch: int) -> None:
         torch.manual_seed(0)
-        model = create_model("defocus_mamba_nano", num_classes=0, pretrained=True).eval().to(clock.device)
+        model = create_model("defocus_mamba_nano", num_classes=0, pretrained="tin32-39ep").eval().to(clock.device)
         self.clock, self.loop = clock, make_loop(method, model, setting, bf16=bf16)
         self.images = torch.randn(batch, 3, PIXELS, PIXELS, device=clock.device)
         self.labels = torch.arange(batch, device=clock.device) % CLASSES

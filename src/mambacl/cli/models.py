@@ -72,7 +72,9 @@ def models(name: Annotated[str, "only models whose name contains this"] = "") ->
     names = [other for other in sorted(MODELS.names()) if name in other]
     if not names:
         raise UserError(f"No model's name contains '{name}'.{did_you_mean(name, MODELS.names())}")
-    print(f"{'name':26} {'parameters':>11} {'px':>4} {'GFLOP':>7}  {'weights':10} {'top-1':>5}  data, licence, file")
+    longest = max(len(tag) for name in names for tag in (*MODELS.get(name).weights, "weights"))
+    head = f"{'name':26} {'parameters':>11} {'px':>4} {'GFLOP':>7}"
+    print(f"{head}  {'weights':{longest}} {'top-1':>5}  data, licence, file")
     for name in names:
         with torch.device("meta"):
             model: Any = create_model(name).eval()
@@ -81,7 +83,7 @@ def models(name: Annotated[str, "only models whose name contains this"] = "") ->
         about = f"{name:26} {count / 1e6:>9.2f} M {size:>4} {flops / 1e9:>7.2f}"
         for tag, w in weights.items():
             top1, file = f"{w.top1:.1f}" if w.top1 else "", "in the package" if w.packaged else w.file
-            print(f"{about}  {tag:10} {top1:>5}  {w.data}, {w.licence}, {file}", flush=True)
+            print(f"{about}  {tag:{longest}} {top1:>5}  {w.data}, {w.licence}, {file}", flush=True)
             about = " " * len(about)
         if not weights:
             print(f"{about}  none", flush=True)

@@ -35,7 +35,7 @@ def _grey(x: Tensor) -> Tensor:
 
 def sample_boxes(rng: np.random.Generator, count: int, share: float, size: int) -> NDArray[np.int64]:
     """(count, 4): the box (top, left, bottom, right) to erase in each image; empty for all but about `share`."""
-    area, ratio = rng.uniform(*AREA, count), np.exp(rng.uniform(*np.log(RATIO), count))
+    area, ratio = rng.uniform(*AREA, count), np.exp(rng.uniform(np.log(RATIO[0]), np.log(RATIO[1]), count))
     tall, wide = (np.clip(np.rint(size * side), 1, size) for side in (np.sqrt(area * ratio), np.sqrt(area / ratio)))
     top, left = np.floor(rng.random((2, count)) * (size + 1 - np.stack([tall, wide])))
     boxes = np.stack([top, left, top + tall, left + wide], axis=1).astype(np.int64)

@@ -53,7 +53,7 @@ class PretrainConfig(Options):
     """share of the learning rate that is left at the end of the cosine"""
     warmup: BelowOne = 0.05
     """share of the training in which the learning rate rises from 0"""
-    weight_decay: Amount = 0.05
+    weight_decay: Amount = 0.1
     """weight decay of matrices and convolutions; norms, biases, A, D and embeddings have none"""
     clip: Amount = 1.0
     """largest norm of the gradient; 0 for no limit"""
@@ -63,13 +63,13 @@ class PretrainConfig(Options):
     """mixup: parameter of the beta distribution of the shares; 0 for no mixup"""
     cutmix: Amount = 1.0
     """cutmix: parameter of the beta distribution of the areas; 0 for no cutmix"""
-    mix_share: Share = 0.5
+    mix_share: Share = 0.9
     """share of the batches with mixup or cutmix"""
-    jitter: Share = 0.0
+    jitter: Share = 0.3
     """brightness, contrast and saturation of each image change by up to this share"""
-    erase: Share = 0.0
+    erase: Share = 0.25
     """share of the images in which a random box, up to a third of the image, is erased"""
-    drop_path: BelowOne = 0.05
+    drop_path: BelowOne = 0.15
     """rate at which the last block's branches are dropped; it rises from 0 in the first block"""
     ema: BelowOne = 0.999
     """decay of the average of the weights, which is what is exported; 0 exports the weights of the last step"""
