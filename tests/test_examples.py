@@ -69,20 +69,25 @@ def test_tuning_writes_what_was_tried_and_the_best_point(monkeypatch, tmp_path):
     for method, grid in grids.items():
         found = record["methods"][method]
         assert [one["point"] for one in found["tried"]] == tune.points(grid) and found["grid"] == grid
-        assert found["choice"] == tune.best(found["tried"])
+        assert found["choice"] == found["best"] == tune.best(found["tried"])
     folder = tmp_path / "runs" / "sequential-0.01-1-1"
     results = json.loads((folder / "results.json").read_text())
     last = record["methods"]["sequential"]["tried"][1]["final accuracy"][1]
     assert last == round(100 * results["metrics"]["final_accuracy_tasks"], 2)
     assert yaml.safe_load((folder / "config.yaml").read_text())["stream"]["validation"] == tune.HELD_BACK
     header, _, first, second = accuracies(record, "sequential").splitlines()
-    assert header == "| per cent | passes 1 |" and (first[:10], second[:8]) == ("| 0.0001 |", "| 0.01 |")
+    assert header == "| per cent | `training.passes 1` |"
+    assert first.startswith("| `training.lr 0.0001` |") and second.startswith("| `training.lr 0.01` |")
 
 
-def test_of_equal_points_the_first_is_chosen():
+def test_the_first_of_the_best_points_is_chosen_among_those_that_leave_the_demo_short():
     tune = example("tune_demo")
-    tried = [{"point": {"lr": lr}, "final accuracy": runs} for lr, runs in ((1, [40, 43]), (2, [41, 44]), (3, [44, 41]))]
-    assert tune.best(tried) == {"lr": 2}
+    runs = {(1, 1): [40, 43], (2, 1): [41, 44], (3, 1): [44, 41], (4, 3): [45, 45]}
+    tried = [
+        {"point": {"training.lr": lr, "training.passes": passes}, "final accuracy": found}
+        for (lr, passes), found in runs.items()
+    ]
+    assert tune.best(tried) == tried[3]["point"] and tune.best(tune.quick(tried)) == tried[1]["point"]
 
 
 def test_the_demo_has_the_options_that_were_best_on_held_back_images():
@@ -93,7 +98,8 @@ def test_the_demo_has_the_options_that_were_best_on_held_back_images():
         assert found["grid"] == tune.GRIDS[method]
         assert [one["point"] for one in found["tried"]] == tune.points(found["grid"]) and len(found["tried"]) == 6
         assert all(len(one["final accuracy"]) == len(record["seeds"]) for one in found["tried"])
-        assert found["choice"] == tune.best(found["tried"])
+        assert found["best"] == tune.best(found["tried"])
+        assert found["choice"] == tune.best(tune.quick(found["tried"]))
         assert resolve("demo", {"method": method}) == resolve("demo", {"method": method, **found["choice"]})
 
 
