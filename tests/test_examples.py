@@ -25,30 +25,43 @@ def example(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("few_test_images")
-def test_the_study_continues_and_writes_tables(monkeypatch, tmp_path):
+def test_the_study_tunes_continues_and_writes_tables(monkeypatch, tmp_path):
     study = example("study")
     ours = {"method": "analytic", "classifier_options.width": 40}
-    wrong = {"method": "analytic", "classifier": "separate"}
-    monkeypatch.setattr(
-        study, "STUDY", {"methods": {"ours": ours, "refused": wrong, "Mamba-CL": {"training.passes": 1}}}
-    )
+    rows = {
+        "ours": ours,
+        "refused": {"method": "analytic", "classifier": "separate"},
+        "Mamba-CL": {"training.passes": 1},
+    }
+    monkeypatch.setattr(study, "STUDY", {"methods": rows, "again": {"the same": ours}})
+    monkeypatch.setattr(study, "GRIDS", {"Mamba-CL": {"training.lr": [1e-4, 1e-2]}})
     preset = tmp_path / "small.yaml"
     preset.write_text(yaml.safe_dump(CONFIG))
     given = ["--preset", str(preset), "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "study.json")]
+
+    def written() -> dict:
+        return json.loads((tmp_path / "study.json").read_text())
+
     study.main([*given, "--seeds", "0"])
-    one = json.loads((tmp_path / "study.json").read_text())
+    one = written()
     study.main([*given, "--seeds", "0", "1"])
-    both = json.loads((tmp_path / "study.json").read_text())
-    assert both["tables"]["methods"]["rows"] == ["ours", "Mamba-CL"] and len(list((tmp_path / "runs").iterdir())) == 4
-    first = json.loads((tmp_path / "runs" / "ours-0" / "results.json").read_text())["metrics"]
-    second = json.loads((tmp_path / "runs" / "ours-1" / "results.json").read_text())["metrics"]
-    assert one["rows"]["ours"]["forgetting"] == [100 * first["forgetting"]]
-    mean = 50 * (first["final_accuracy_tasks"] + second["final_accuracy_tasks"])
+    both = written()
+    assert both["tables"]["methods"]["rows"] == ["ours", "Mamba-CL"]
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/results.json")]
+    assert len(runs) == 6  # two seeds of two methods, and two that tune: rows with the same options share theirs
+    first, second = sorted((run for run in runs if run["method"] == "analytic"), key=lambda run: run["seed"])
+    assert one["rows"]["ours"]["forgetting"] == [100 * first["metrics"]["forgetting"]]
+    mean = 50 * (first["metrics"]["final_accuracy_tasks"] + second["metrics"]["final_accuracy_tasks"])
     assert both["rows"]["ours"]["final accuracy"][0] == round(mean, 2)
+    assert {**both["rows"]["the same"], "what": "ours"} == both["rows"]["ours"]
+    assert both["rows"]["ours"]["state in MB"] == [round(first["classifier_bytes"] / 1e6, 2), 0]
+    tried = both["rows"]["Mamba-CL"]["tried on held-back images"]
+    chosen = f"training.lr {both['rows']['Mamba-CL']['options']['training.lr']}"
+    assert len(tried) == 2 and tried[chosen] == max(tried.values())
     assert "| ours |" in accuracies(both, "methods")
     study.main([*given, "--seeds", "1", "--rows", "ours"])  # the others stay
-    last = json.loads((tmp_path / "study.json").read_text())
-    assert last["rows"]["ours"]["forgetting"] == [100 * second["forgetting"]]
+    last = written()
+    assert last["rows"]["ours"]["forgetting"] == [100 * second["metrics"]["forgetting"]]
     assert last["rows"]["Mamba-CL"] == both["rows"]["Mamba-CL"] and last["tables"] == both["tables"]
 
 
@@ -101,6 +114,17 @@ def test_the_demo_has_the_options_that_were_best_on_held_back_images():
         assert found["best"] == tune.best(found["tried"])
         assert found["choice"] == tune.best(tune.quick(found["tried"]))
         assert resolve("demo", {"method": method}) == resolve("demo", {"method": method, **found["choice"]})
+
+
+@pytest.mark.parametrize("table", ["methods", "classifiers", "settings", "state", "tasks", "backbones"])
+def test_every_row_of_the_study_is_a_possible_run(table):
+    study = example("study")
+    for row, options in study.STUDY[table].items():
+        for grid in study.GRIDS.get(row, {"seed": [0]}).items():
+            for value in grid[1]:
+                resolve("cifar100-10-nano", {**options, grid[0]: value, **study.HELD_BACK, "stream.root": "."})
+    assert set(study.GRIDS) <= set(study.STUDY["methods"])
+    assert len({len(values) for grid in study.GRIDS.values() for values in grid.values()}) == 1  # the same budget
 
 
 @pytest.mark.slow
