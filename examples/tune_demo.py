@@ -29,7 +29,7 @@ GRIDS: dict[str, Grid] = {
         "classifier_options.width": [1000, 2000],
     },
 }
-MOST = {"training.passes": 1}  # keeps the demo, with installation, under four minutes on two cores
+MOST = {"training.passes": 1}  # with three, the demo would take almost twice as long
 
 
 def points(grid: Grid) -> list[dict[str, Any]]:
