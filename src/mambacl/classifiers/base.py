@@ -70,6 +70,10 @@ class Classifier(nn.Module, ABC):
         """Adds what another classifier of the same kind was updated with."""
         raise UserError(f"The classifier '{self.name}' is trained step by step and cannot be merged with another.")
 
+    def for_scores(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of a state that `scores` needs. A classifier that has loaded it cannot be updated."""
+        return dict(state)
+
     @property
     def nbytes(self) -> int:
         """Size of the state in bytes."""

@@ -296,6 +296,10 @@ class Ridge(StatisticsClassifier):
         self.identity = self._identity()
         return super().state_dict(*args, **kwargs)
 
+    def for_scores(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The solution without the sums."""
+        return {**state, **{name: state[name][:0].clone() for name in ("gram", "spread", "sums")}}
+
     def _identity(self) -> Tensor:
         """A checksum of the options that a state depends on, and the first values of W."""
         options = self.options
