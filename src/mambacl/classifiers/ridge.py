@@ -132,6 +132,8 @@ class Ridge(StatisticsClassifier):
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Also accepts classes without `add_task`, and more images of old classes."""
+        if self.classes and not len(self.sums):
+            raise UserError("This ridge classifier has no sums and can only predict: update that of the run.")
         features, labels = self.checked(features, labels)
         if not len(labels):
             return
