@@ -37,6 +37,8 @@ class Classifier(nn.Module, ABC):
     """whether its parameters train with the backbone"""
     updates: ClassVar[bool]
     """whether `update` gets each task's features when the task ends"""
+    estimates_probabilities: ClassVar[bool] = False
+    """whether scores estimate the classes' probabilities, as least squares do; otherwise they count as logits"""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from mambacl.files import disk_error, write_bytes
 from mambacl.options import Must, at_least
 
 if TYPE_CHECKING:
-    from mambacl.deploy import Prediction, Predictor
+    from mambacl.deploy import Prediction
 
 PROGRESS_AFTER = 2.0  # seconds
 STANDARD_INPUT = "-"
@@ -32,10 +32,10 @@ def predict(
     csv_: Annotated[bool, "print CSV"] = False,
     out: Annotated[Path | None, "write to this file; .json and .csv choose the format"] = None,
     unknown_below: Annotated[
-        float | None,
-        "probability below which an image is unknown; default: the model's threshold",
+        float,
+        "call an image unknown if its best class is less probable than this",
         Must("be between 0 and 1", lambda value: 0 <= value <= 1),
-    ] = None,
+    ] = 0.0,
     batch_size: Annotated[int, "images per batch; affects only the speed", at_least(1)] = 64,
     device: Annotated[Device, "where to compute: auto, cpu, cuda, cuda:N"] = "auto",
 ) -> int:
@@ -54,7 +54,6 @@ def predict(
         from mambacl.deploy import load
 
         model = load(run, device)
-        _ = model.confidence
     answers: Answers = []
     found = model.predict_each(files, top, batch_size, unknown_below)
     for file, answer in zip(files, _with_progress(found, len(files)), strict=True):
@@ -67,7 +66,7 @@ def predict(
     elif csv_ or suffix == ".csv":
         text = _csv(answers)
     else:
-        text = _table(answers, model)
+        text = _table(answers)
     if out is None:
         print(text, end="")
     else:
@@ -175,8 +174,8 @@ def _csv(answers: Answers) -> str:
     return csv_text(rows)
 
 
-def _table(answers: Answers, model: Predictor) -> str:
-    """One line per image and class; the best class of an unknown image has a question mark."""
+def _table(answers: Answers) -> str:
+    """One line per image and class; an unknown image is marked."""
     good = [(file, answer) for file, answer in answers if not isinstance(answer, UserError)]
     wide = max((len(str(file)) for file, _ in good), default=0)
     long = max((len(name) for _, answer in good for name in answer.classes), default=0)
@@ -185,6 +184,4 @@ def _table(answers: Answers, model: Predictor) -> str:
         for place, (name, value) in enumerate(zip(answer.classes, answer.probabilities, strict=True)):
             note = "  unknown" if answer.unknown and place == 0 else ""
             lines.append(f"{'' if place else file!s:{wide}}  {name:{long}}  {value:6.1%}{note}")
-    if good and not model.confidence.calibrated:
-        lines.append(f"The percentages of the classifier {model.method.classifier.name} are not calibrated.")
     return "".join(f"{line}\n" for line in lines)

@@ -1,15 +1,13 @@
-"""What a model needs beside its tensors, as text: classes, options, preprocessing, confidence, card."""
+"""What a model needs beside its tensors, as text: classes, options, preprocessing, card."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mambacl.config import RunConfig, from_dict
-from mambacl.deploy.confidence import Confidence
 from mambacl.errors import UserError
 
 SCHEMA = 1
@@ -30,8 +28,6 @@ class Description:
     """the steps of the evaluation transform, for readers"""
     licence: str = ""
     """of the backbone's weights"""
-    confidence: Confidence | None = None
-    """None: not computed yet"""
     card: dict[str, Any] = field(default_factory=dict)
     """where the model comes from"""
 
@@ -40,9 +36,8 @@ class Description:
         own = self.config.as_dict()
         model = {name: own[name] for name in OPTIONS}
         model["stream"] = {"scenario": self.config.stream.scenario, "transforms": own["stream"]["transforms"]}
-        confidence = None if self.confidence is None else dataclasses.asdict(self.confidence)
         content = {
-            "mambacl.model": {"schema": SCHEMA, "options": model, "confidence": confidence},
+            "mambacl.model": {"schema": SCHEMA, "options": model},
             "classes": self.classes,
             "preprocessing": self.preprocessing,
             "card": self.card,
@@ -63,13 +58,11 @@ class Description:
                     f"{where} has the schema {model['schema']!r}, but this version of mambacl reads schema {SCHEMA}: "
                     "export it again with this version, or use the version that wrote it."
                 )
-            found = model["confidence"]
             return cls(
                 classes=json.loads(text["classes"]),
                 config=from_dict({"pretrained": False, **model["options"]}),
                 preprocessing=json.loads(text["preprocessing"]),
                 licence=text["licence"],
-                confidence=None if found is None else Confidence(**found),
                 card=json.loads(text["card"]),
             )
         except (KeyError, TypeError, json.JSONDecodeError):

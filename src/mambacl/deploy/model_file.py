@@ -6,7 +6,6 @@ tensors) or `task.` (a classifier that is computed from features, prototypes). `
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,9 +35,8 @@ def write_model(predictor: Predictor, path: Path) -> None:
         task_state = {name: needed.get(name.removeprefix(CLASSIFIER), t) for name, t in task_state.items()}
     parts = {"backbone": method.model.state_dict(), "method": state, "task": task_state}
     tensors = {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
-    description = dataclasses.replace(predictor.description, confidence=predictor.confidence)
     try:
-        write_tensors(path, tensors, description.as_text())
+        write_tensors(path, tensors, predictor.description.as_text())
     except OSError as error:
         raise disk_error(error, path) from None
 

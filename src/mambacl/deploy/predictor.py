@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mambacl.data.images import in_threads
 from mambacl.data.transforms import Transforms
-from mambacl.deploy.confidence import Confidence, confidence_of
 from mambacl.deploy.description import Description
 from mambacl.deploy.inputs import Source, listed, pixels
+from mambacl.deploy.probabilities import as_probabilities
 from mambacl.errors import UserError
 from mambacl.training.api import arithmetic
 from mambacl.training.recorded import Recorded
@@ -33,7 +33,7 @@ class Prediction:
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
     unknown: bool = False
-    """whether the best probability is below the threshold for known classes"""
+    """whether the best probability is below the threshold that the caller gave"""
 
     @property
     def name(self) -> str:
@@ -66,16 +66,6 @@ class Predictor:
         """The names of the classes, by label."""
         return self.description.classes
 
-    @property
-    def confidence(self) -> Confidence:
-        """How scores become probabilities. If the model does not store it, the first call computes it."""
-        if self.description.confidence is None:
-            with torch.no_grad(), arithmetic(self.description.config):
-                found = confidence_of(self.method.classifier)
-            self.description = replace(self.description, confidence=found)
-        assert self.description.confidence is not None
-        return self.description.confidence
-
     def transform(self, image: Source) -> Tensor:
         """The model's input (3, size, size) for an image: the transform of the run's evaluation."""
         return self._normalized([self._prepared(image)])[0]
@@ -105,20 +95,20 @@ class Predictor:
         return found.unflatten(1, (-1, len(self.classes))).amax(1)
 
     def probabilities(self, images: Tensor) -> Tensor:
-        """Probabilities (n, classes) of the same inputs."""
+        """Probabilities (n, classes) of the same inputs, as the classifier estimates them. They are not calibrated."""
         views = len(self.method.views(images[:1]))  # scores are sums over views
-        return torch.softmax(self.scores(images).double() / (views * self.confidence.temperature), dim=1)
+        return as_probabilities(self.scores(images) / views, self.method.classifier.estimates_probabilities)
 
     def predict(
         self,
         images: Source | Iterable[Source],
         top: int = 5,
         batch_size: int = BATCH,
-        unknown_below: float | None = None,
+        unknown_below: float = 0.0,
     ) -> list[Prediction]:
         """The `top` most probable classes of each image: a path, a Pillow image, a tensor (3, h, w), a list of these,
         or a batch (n, 3, h, w). Tensors are uint8, or floats from 0 to 1. An image is unknown if its best probability
-        is below `unknown_below`, or below the learned threshold if that is None."""
+        is below `unknown_below`."""
         found = []
         for answer in self.predict_each(listed(images), top, batch_size, unknown_below):
             if isinstance(answer, UserError):
@@ -127,22 +117,21 @@ class Predictor:
         return found
 
     def predict_each(
-        self, images: Iterable[Source], top: int = 5, batch_size: int = BATCH, unknown_below: float | None = None
+        self, images: Iterable[Source], top: int = 5, batch_size: int = BATCH, unknown_below: float = 0.0
     ) -> Iterator[Prediction | UserError]:
         """The same for any number of images, in order, as they are read; for an image that cannot be read, the
         error."""
         if top < 1 or batch_size < 1:
             raise UserError(f"top and batch_size must be at least 1, got {top} and {batch_size}.")
-        below = self.confidence.threshold if unknown_below is None else unknown_below
         waiting: list[Tensor | UserError] = []
         count = 0
         for made in in_threads(self._try_prepare, images, ahead=2 * batch_size):
             waiting.append(made)
             count += isinstance(made, Tensor)
             if count == batch_size:
-                yield from self._answered(waiting, top, below)
+                yield from self._answered(waiting, top, unknown_below)
                 waiting, count = [], 0
-        yield from self._answered(waiting, top, below)
+        yield from self._answered(waiting, top, unknown_below)
 
     def _try_prepare(self, image: Source) -> Tensor | UserError:
         try:
