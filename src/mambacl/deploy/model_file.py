@@ -7,28 +7,24 @@ tensors) or `task.` (a classifier that is computed from features, prototypes). `
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mambacl.deploy.description import Description
 from mambacl.errors import UserError
 from mambacl.files import disk_error, make_folder, read_tensors, write_tensors
-from mambacl.methods.base import CLASSIFIER
-
-if TYPE_CHECKING:
-    from mambacl.deploy.predictor import Predictor
+from mambacl.methods.base import CLASSIFIER, Method
 
 PARTS = ("backbone", "method", "task")
 
 
-def write_model(predictor: Predictor, path: Path) -> None:
+def write_model(method: Method, description: Description, path: Path) -> None:
     if path.suffix != ".safetensors":
         raise UserError(f"The model's file must end in .safetensors, got {path}.")
     if path.is_file():
         read_description(path, f"{path} exists and is not an exported model: choose another name.")
     make_folder(path.parent)
-    method, classifier = predictor.method, predictor.method.classifier
+    classifier = method.classifier
     state, task_state = method.for_answers(method.state_dict(), method.task_state_dict())
     if classifier.updates:
         needed = classifier.for_scores(classifier.state_dict())
@@ -36,7 +32,7 @@ def write_model(predictor: Predictor, path: Path) -> None:
     parts = {"backbone": method.model.state_dict(), "method": state, "task": task_state}
     tensors = {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
     try:
-        write_tensors(path, tensors, predictor.description.as_text())
+        write_tensors(path, tensors, description.as_text())
     except OSError as error:
         raise disk_error(error, path) from None
 

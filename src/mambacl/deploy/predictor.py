@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,14 +13,13 @@ from mambacl.data.images import in_threads
 from mambacl.data.transforms import Transforms
 from mambacl.deploy.description import Description
 from mambacl.deploy.inputs import Source, listed, pixels
+from mambacl.deploy.model_file import write_model
 from mambacl.deploy.probabilities import as_probabilities
 from mambacl.errors import UserError
+from mambacl.methods import Method
 from mambacl.training.api import arithmetic
 from mambacl.training.recorded import Recorded
 from mambacl.training.step import autocast
-
-if TYPE_CHECKING:
-    from mambacl.methods import Method
 
 BATCH = 64
 
@@ -155,10 +153,8 @@ class Predictor:
 
     def save(self, path: str | Path) -> None:
         """Writes the model to one safetensors file, which `mambacl.load` reads."""
-        from mambacl.deploy.model_file import write_model
-
-        write_model(self, Path(path))
+        write_model(self.method, self.description, Path(path))
 
     def __repr__(self) -> str:
-        about: Any = self.description.config
+        about = self.description.config
         return f"Predictor({about.method} on {about.backbone}, {len(self.classes)} classes, {self.device})"
