@@ -71,9 +71,15 @@ def test_the_code_of_the_page_runs(run: str, photos: Path, tmp_path: Path, monke
 def test_names_come_from_standard_input(
     run: str, photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{photos / 'a.png'}\n\n{photos / 'below' / 'b.png'}\n"))
+    def typed(names: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(names)))
+
+    typed(f"{photos / 'a.png'}\n\n{photos / 'below' / 'b.png'}\n".encode())
     assert predicted(capsys, run, "-")[0] == predicted(capsys, run, str(photos))[0]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    typed(b"caf\xe9.png\n")  # not UTF-8
+    assert "is missing" in predicted(capsys, run, "-", "--out", str(photos / "answers.json"), code=1)[1]
+    assert json.loads((photos / "answers.json").read_text(encoding="utf-8"))[0]["file"] == "caf\udce9.png"
+    typed(b"\n")
     assert "Standard input has no file names" in fails(capsys, "predict", run, "-")
 
 

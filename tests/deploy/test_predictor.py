@@ -228,6 +228,15 @@ def test_the_file_describes_the_model(trained: Callable[[str], Path], tmp_path: 
     mambacl.load(run).save(path)  # an exported model can be replaced
 
 
+def test_any_class_name_survives(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    run = shutil.copytree(trained("frozen-mean"), tmp_path / "run")
+    stream = json.loads((run / "stream.json").read_text())
+    names = ["猫", "a/b", "caf\udce9", 'quo"te', *stream["class_names"][4:]]
+    (run / "stream.json").write_text(json.dumps({**stream, "class_names": names}))
+    mambacl.load(run).save(tmp_path / "model.safetensors")
+    assert sorted(mambacl.load(tmp_path / "model.safetensors").classes) == sorted(names)
+
+
 def test_a_trained_parameter_is_stored_once(trained: Callable[[str], Path], tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     mambacl.load(trained("mamba-cl")).save(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,7 @@ def predict(
         print(text, end="")
     else:
         try:
-            write_bytes(out, text.encode())
+            write_bytes(out, text.encode(errors="backslashreplace"))  # as on a terminal
         except OSError as error:
             raise disk_error(error, out) from None
     failed = sum(isinstance(answer, UserError) for _, answer in answers)
@@ -116,7 +117,7 @@ def _files(words: Iterable[str]) -> Iterator[Path]:
 
     for word in words:
         if word == STANDARD_INPUT:
-            lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
+            lines = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line.strip()]
             if not lines:
                 raise UserError("Standard input has no file names: write one per line.")
             yield from map(Path, lines)

@@ -42,7 +42,7 @@ class Description:
             "preprocessing": self.preprocessing,
             "card": self.card,
         }
-        text = {name: json.dumps(part, ensure_ascii=False) for name, part in content.items()}
+        text = {name: json.dumps(part) for name, part in content.items()}
         return {"format": "pt", "licence": self.licence, **text}
 
     @classmethod
