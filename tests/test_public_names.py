@@ -24,6 +24,10 @@ def test_what_there_is_can_be_listed() -> None:
     assert "defocus_mamba_nano" in mambacl.list_models()
 
 
+def test_a_model_is_used_by_names_at_the_top() -> None:
+    assert mambacl.load.__module__ == "mambacl.deploy.loading" and hasattr(mambacl.Predictor, "predict")
+
+
 def test_importing_changes_nothing_in_the_program() -> None:
     """Neither PyTorch nor timm is loaded, no log handler and no import hook installed; nor by what needs no PyTorch."""
     code = """

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.config import RunConfig
     from mambacl.data import list_datasets
+    from mambacl.deploy import Predictor, load
     from mambacl.errors import UserError
     from mambacl.nullspace import NullSpace, Setting
     from mambacl.ops import selective_scan
@@ -25,6 +26,7 @@ _attribute = attributes(
     {
         **dict.fromkeys(("NullSpace", "Setting"), "nullspace"),
         **dict.fromkeys(("Run", "audit", "evaluate", "resume", "train"), "training.api"),
+        **dict.fromkeys(("Predictor", "load"), "deploy"),
         "RunConfig": "config",
         "UserError": "errors",
         **dict.fromkeys(("create_model", "list_models"), "backbones"),
@@ -36,6 +38,7 @@ _attribute = attributes(
 
 __all__ = [
     "NullSpace",
+    "Predictor",
     "Run",
     "RunConfig",
     "Setting",
@@ -48,6 +51,7 @@ __all__ = [
     "list_datasets",
     "list_methods",
     "list_models",
+    "load",
     "recorded",
     "report",
     "resume",

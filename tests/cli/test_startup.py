@@ -26,6 +26,8 @@ REFUSED = [
     ["train", "demo", "--setting", "papr"],
     ["train", "demo", "--stream.scenario", "none"],
     ["evaluate", "nowhere", "--batch", "1"],
+    ["predict", "nowhere", "a.png"],
+    ["export", "nowhere", "--to", "onnx"],
     ["resume", "nowhere", "--device", "tpu"],
     ["report", "--all"],
     ["paper", "nothing"],

@@ -37,6 +37,8 @@ class Classifier(nn.Module, ABC):
     """whether its parameters train with the backbone"""
     updates: ClassVar[bool]
     """whether `update` gets each task's features when the task ends"""
+    estimates_probabilities: ClassVar[bool] = False
+    """whether scores estimate the classes' probabilities, as least squares do; otherwise they count as logits"""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -69,6 +71,10 @@ class Classifier(nn.Module, ABC):
     def merge(self, other: "Classifier") -> None:
         """Adds what another classifier of the same kind was updated with."""
         raise UserError(f"The classifier '{self.name}' is trained step by step and cannot be merged with another.")
+
+    def for_scores(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of a state that `scores` needs. A classifier that has loaded it cannot be updated."""
+        return dict(state)
 
     @property
     def nbytes(self) -> int:

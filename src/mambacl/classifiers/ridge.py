@@ -56,6 +56,7 @@ class Ridge(StatisticsClassifier):
     name = "ridge"
     summary = "ridge regression on a random lift of the features, from sums over all tasks"
     options_class: ClassVar[type] = RidgeOptions
+    estimates_probabilities: ClassVar[bool] = True
     center: Tensor  # m (d,); empty until it is fixed
     scale: Tensor  # s (d,)
     gram: Tensor  # G, in storage: see `Gram`
@@ -132,6 +133,8 @@ class Ridge(StatisticsClassifier):
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Also accepts classes without `add_task`, and more images of old classes."""
+        if self.classes and not len(self.sums):
+            raise UserError("This ridge classifier has no sums and can only predict: update that of the run.")
         features, labels = self.checked(features, labels)
         if not len(labels):
             return
@@ -295,6 +298,10 @@ class Ridge(StatisticsClassifier):
         self._solve()
         self.identity = self._identity()
         return super().state_dict(*args, **kwargs)
+
+    def for_scores(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The solution without the sums."""
+        return {**state, **{name: state[name][:0].clone() for name in ("gram", "spread", "sums")}}
 
     def _identity(self) -> Tensor:
         """A checksum of the options that a state depends on, and the first values of W."""

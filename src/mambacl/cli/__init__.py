@@ -14,6 +14,7 @@ from mambacl.cli.bench import bench, bench_against, bench_busy, bench_precision,
 from mambacl.cli.command import Command
 from mambacl.cli.completion import COMPLETE, candidates, completion
 from mambacl.cli.data import data_check, data_list, data_prepare, data_show
+from mambacl.cli.deploy import export, predict
 from mambacl.cli.doctor import doctor
 from mambacl.cli.models import convert, methods, models, plan
 from mambacl.cli.paper import paper
@@ -27,9 +28,9 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, evaluate, report, audit, pretrain, paper, plan, data_list, data_prepare, data_check, data_show,
-    bench, bench_against, bench_settings, bench_precision, bench_busy, bench_relaxation, models, methods, convert,
-    doctor, completion,
+    train, resume, evaluate, predict, export, report, audit, pretrain, paper, plan,
+    data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
+    bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
 CONFIGS: dict[Any, type] = {pretrain: PretrainConfig}  # of commands with options other than a run's
 COMMANDS = {
@@ -37,7 +38,7 @@ COMMANDS = {
     for function in FUNCTIONS
     for name in [function.__name__.replace("_", " ")]
 }
-LONG = ("train", "resume", "evaluate", "pretrain", "paper", "audit")  # commands that compute for a long time
+LONG = ("train", "resume", "evaluate", "predict", "pretrain", "paper", "audit")  # commands that compute for a long time
 BUSY = 0.5  # load per core above which the machine counts as busy
 SPINS = "2000"  # about as long as Python takes between two operations
 

@@ -224,6 +224,13 @@ class Method:
             self.classifier.to(self.device)
             self._follow_heads()
 
+    def for_answers(
+        self, state: Mapping[str, Tensor], task_state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parts of `state_dict` and `task_state_dict` that `answer` needs. A method that has loaded them predicts,
+        but cannot continue to train."""
+        return dict(state), dict(task_state) if self.needs_task_state else {}
+
     def task_text(self) -> dict[str, str]:
         """Metadata for readers of the task's state."""
         return {}

@@ -57,8 +57,16 @@ class MambaCL(Method):
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_task_state_dict(state)
-        self.space.load_state_dict({name: t for name, t in state.items() if not name.startswith(CLASSIFIER)})
-        self.space.projected_step.load_state_dict(self.step_state)
+        if space := {name: t for name, t in state.items() if not name.startswith(CLASSIFIER)}:
+            self.space.load_state_dict(space)
+            self.space.projected_step.load_state_dict(self.step_state)
+
+    def for_answers(
+        self, state: Mapping[str, Tensor], task_state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All but the null space."""
+        kept = {name: tensor for name, tensor in state.items() if not name.startswith("space.")}
+        return kept, {name: tensor for name, tensor in task_state.items() if name.startswith(CLASSIFIER)}
 
 
 METHODS.add(MambaCL.name, MambaCL)

@@ -15,6 +15,7 @@ from mambacl import ops
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.methods import Method
 from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
@@ -180,20 +181,36 @@ def _at_task_end(
     folder: RunFolder, config: RunConfig, with_task_state: bool = False
 ) -> tuple[Parts, checkpoints.Checkpoint]:
     """A run's parts at the end of its latest task. `with_task_state` also loads what only training needs."""
+    checkpoint = task_end(folder)
+    parts = build(config, folder)
+    check_stream(folder, parts)
+    load_method(folder, parts.method, checkpoint, with_task_state)
+    return parts, checkpoint
+
+
+def task_end(folder: RunFolder) -> checkpoints.Checkpoint:
+    """The checkpoint at the end of the latest task."""
     checkpoint = checkpoints.load_task_end(folder)
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
-    parts = build(config, folder)
-    check_stream(folder, parts)
+    return checkpoint
+
+
+def load_method(
+    folder: RunFolder, method: Method, checkpoint: checkpoints.Checkpoint, with_task_state: bool = False
+) -> None:
+    """Loads what a method needs to predict; `with_task_state`, also what only training needs."""
+    state, task_state = checkpoint.method_state, checkpoint.task_state
+    if not with_task_state:
+        state, task_state = method.for_answers(state, task_state)
     try:
-        parts.method.load_state_dict(checkpoint.method_state)
-        if checkpoint.task_state and (with_task_state or parts.method.needs_task_state):
-            parts.method.load_task_state_dict(checkpoint.task_state)
+        method.load_state_dict(state)
+        if task_state:
+            method.load_task_state_dict(task_state)
     except (KeyError, RuntimeError):
         raise UserError(
             f"The checkpoint of {folder.path} does not match its config.yaml: undo any edits of config.yaml."
         ) from None
-    return parts, checkpoint
 
 
 def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint | None) -> dict[str, Any]:

@@ -156,7 +156,12 @@ def _method(
         learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
-    setup = Setup(
+    return method_class(model, setup_of(config, known))
+
+
+def setup_of(config: RunConfig, known: nn.Linear | None = None) -> Setup:
+    """What a method gets; `known` is a classifier for the first task's classes."""
+    return Setup(
         setting=config.nullspace,
         warm_second_head=config.training.heads == "warm-second",
         seed=config.seed,
@@ -167,7 +172,6 @@ def _method(
         known_classifier=known,
         folder=config.folder / "checkpoints",
     )
-    return method_class(model, setup)
 
 
 @torch.no_grad()

@@ -1,0 +1,188 @@
+"""Commands that use a trained model: predict, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from mambacl.cli.training import ERASE, status
+from mambacl.config import Device
+from mambacl.errors import UserError
+from mambacl.files import disk_error, write_bytes
+from mambacl.options import Must, at_least
+
+if TYPE_CHECKING:
+    from mambacl.deploy import Prediction
+
+PROGRESS_AFTER = 2.0  # seconds
+STANDARD_INPUT = "-"
+Model = Annotated[Path, "a run folder, or a file from `mambacl export`"]
+Answers = list[tuple[Path, "Prediction | UserError"]]
+
+
+def predict(
+    run: Model,
+    *image: Annotated[str, "image files, folders, or - to read file names from standard input"],
+    top: Annotated[int, "classes per image", at_least(1)] = 1,
+    json_: Annotated[bool, "print JSON"] = False,
+    csv_: Annotated[bool, "print CSV"] = False,
+    out: Annotated[Path | None, "write to this file; .json and .csv choose the format"] = None,
+    unknown_below: Annotated[
+        float,
+        "call an image unknown if its best class is less probable than this",
+        Must("be between 0 and 1", lambda value: 0 <= value <= 1),
+    ] = 0.0,
+    batch_size: Annotated[int, "images per batch; affects only the speed", at_least(1)] = 64,
+    device: Annotated[Device, "where to compute: auto, cpu, cuda, cuda:N"] = "auto",
+) -> int:
+    """classify images with a trained model: `mambacl predict RUN photo.jpg`
+
+    Exits with 1 if an image cannot be read; the others are classified all the same."""
+    if json_ and csv_:
+        raise UserError("--json and --csv exclude each other: choose one.")
+    _check_model(run)
+    if not image:
+        raise UserError("Name the images: files, folders, or - to read file names from standard input.")
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"The folder {out.parent} for --out does not exist: create it, or choose another.")
+    files = list(_files(image))
+    with status("loading the model"):
+        from mambacl.deploy import load
+
+        model = load(run, device)
+    answers: Answers = []
+    found = model.predict_each(files, top, batch_size, unknown_below)
+    for file, answer in zip(files, _with_progress(found, len(files)), strict=True):
+        if isinstance(answer, UserError):
+            print(f"mambacl: {answer}", file=sys.stderr)
+        answers.append((file, answer))
+    suffix = "" if out is None else out.suffix
+    if json_ or (suffix == ".json" and not csv_):
+        text = _json(answers)
+    elif csv_ or suffix == ".csv":
+        text = _csv(answers)
+    else:
+        text = _table(answers)
+    if out is None:
+        print(text, end="")
+    else:
+        try:
+            write_bytes(out, text.encode(errors="backslashreplace"))  # as on a terminal
+        except OSError as error:
+            raise disk_error(error, out) from None
+    failed = sum(isinstance(answer, UserError) for _, answer in answers)
+    if failed:
+        print(f"mambacl: {failed} of {len(answers)} images could not be read.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def export(
+    run: Annotated[Path, "a run folder"],
+    *,
+    to: Annotated[Literal["safetensors"], "format of the file"] = "safetensors",
+    out: Annotated[Path | None, "file to write; default: the run's name in this folder"] = None,
+) -> None:
+    """write a run's model to one file, to predict with: `mambacl export RUN --out model.safetensors`
+
+    The file holds weights, classifier, class names and preprocessing, but nothing that only training needs.
+    `mambacl predict` and `mambacl.load` read it."""
+    _check_model(run)
+    if run.is_file():
+        raise UserError(f"{run} is a file, and only a run can be exported: give a run folder.")
+    path = out or Path(f"{run.resolve().name}.{to}")
+    with status("loading the model"):
+        from mambacl.deploy import load
+
+        model = load(run, "cpu")
+    model.save(path)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(model.classes)} classes")
+
+
+def _check_model(path: Path) -> None:
+    """Refuses a mistyped path before PyTorch is imported."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give a run folder, or a file from `mambacl export RUN`.")
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        raise UserError(f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+
+
+def _files(words: Iterable[str]) -> Iterator[Path]:
+    """The files that these words name. A folder stands for the images in it and below."""
+    from mambacl.data.sets.folders import images_under
+
+    for word in words:
+        if word == STANDARD_INPUT:
+            lines = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line.strip()]
+            if not lines:
+                raise UserError("Standard input has no file names: write one per line.")
+            yield from map(Path, lines)
+        elif (path := Path(word)).is_dir():
+            found = images_under(path)
+            if not found:
+                raise UserError(f"The folder {path} has no images, nor have its subfolders.")
+            yield from found
+        else:
+            yield path
+
+
+def _with_progress(answers: Iterable[Any], total: int) -> Iterator[Any]:
+    """Shows on a terminal how many images are done, and the time left, if it takes more than a moment."""
+    started = time.perf_counter()
+    shown = started
+    live = sys.stderr.isatty()
+    for done, answer in enumerate(answers):
+        now = time.perf_counter()
+        if live and now - started > PROGRESS_AFTER and now - shown > 0.2:
+            left = (now - started) / max(1, done) * (total - done)
+            print(f"{ERASE}{done} of {total} images, {left:.0f} s left", end="", file=sys.stderr, flush=True)
+            shown = now
+        yield answer
+    if shown != started:
+        print(ERASE, end="", file=sys.stderr, flush=True)
+
+
+def _json(answers: Answers) -> str:
+    rows: list[dict[str, Any]] = []
+    for file, answer in answers:
+        if isinstance(answer, UserError):
+            rows.append({"file": str(file), "error": str(answer)})
+            continue
+        pairs = zip(answer.classes, answer.probabilities, strict=True)
+        best = [{"class": name, "probability": round(value, 6)} for name, value in pairs]
+        rows.append({"file": str(file), "predictions": best, "unknown": answer.unknown})
+    return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
+
+
+def _csv(answers: Answers) -> str:
+    from mambacl.reports.rendering import csv_text
+
+    classes = max((len(answer.classes) for _, answer in answers if not isinstance(answer, UserError)), default=1)
+    head = ["file", "class", "probability", "unknown", "error"]
+    head += [f"{word}_{place}" for place in range(2, classes + 1) for word in ("class", "probability")]
+    rows = [head]
+    for file, answer in answers:
+        if isinstance(answer, UserError):
+            rows.append([str(file), "", "", "", str(answer), *[""] * (2 * classes - 2)])
+            continue
+        pairs = [[name, f"{value:.6f}"] for name, value in zip(answer.classes, answer.probabilities, strict=True)]
+        more = [word for pair in pairs[1:] for word in pair]
+        rows.append([str(file), *pairs[0], str(answer.unknown).lower(), "", *more])
+    return csv_text(rows)
+
+
+def _table(answers: Answers) -> str:
+    """One line per image and class; an unknown image is marked."""
+    good = [(file, answer) for file, answer in answers if not isinstance(answer, UserError)]
+    wide = max((len(str(file)) for file, _ in good), default=0)
+    long = max((len(name) for _, answer in good for name in answer.classes), default=0)
+    lines = []
+    for file, answer in good:
+        for place, (name, value) in enumerate(zip(answer.classes, answer.probabilities, strict=True)):
+            note = "  unknown" if answer.unknown and place == 0 else ""
+            lines.append(f"{'' if place else file!s:{wide}}  {name:{long}}  {value:6.1%}{note}")
+    return "".join(f"{line}\n" for line in lines)

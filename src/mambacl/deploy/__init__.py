@@ -1,0 +1,13 @@
+"""Use a trained model: load a run or a model file, predict, write one file to deploy."""
+
+from typing import TYPE_CHECKING
+
+from mambacl.lazy import attributes
+
+if TYPE_CHECKING:
+    from mambacl.deploy.loading import load
+    from mambacl.deploy.predictor import Prediction, Predictor
+
+__all__ = ["Prediction", "Predictor", "load"]
+
+__getattr__ = attributes(__name__, {"load": "loading", **dict.fromkeys(("Prediction", "Predictor"), "predictor")})

@@ -1,0 +1,130 @@
+"""Loads a run, or a file that `mambacl export` wrote, without the data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mambacl.backbones import create_model
+from mambacl.backbones.registry import MODELS
+from mambacl.config import RunConfig
+from mambacl.data.transforms import Transforms
+from mambacl.deploy.description import Description
+from mambacl.deploy.model_file import read_model
+from mambacl.deploy.predictor import Predictor
+from mambacl.errors import UserError
+from mambacl.files import expanded, is_word
+from mambacl.log import logger
+from mambacl.methods import METHODS, Method
+from mambacl.training import checkpoints
+from mambacl.training.api import load_method, task_end
+from mambacl.training.build import pick_device, setup_of
+from mambacl.training.folder import RunFolder
+from mambacl.training.loop import versions
+
+
+def load(path: str | Path, device: str = "auto") -> Predictor:
+    """The model of a run folder at the end of its latest task, or of a file from `mambacl export`, ready to predict.
+    `device`: auto, cpu, cuda or cuda:N, whatever the run used."""
+    place = expanded(path)
+    if not place.exists():
+        raise UserError(f"{path} does not exist: give a run folder, or a file from `mambacl export RUN`.")
+    where = pick_device(device)
+    return _from_file(place, where) if place.is_file() else _from_run(RunFolder.existing(place), where)
+
+
+def _from_run(folder: RunFolder, device: torch.device) -> Predictor:
+    config, stream = folder.config(), folder.stream()
+    checkpoint = task_end(folder)
+    model, transforms = _model(config)
+    checkpoints.load_backbone(folder, model)
+    method = _method(config, model, device)
+    load_method(folder, method, checkpoint)
+    done = checkpoint.position.task
+    if config.stream.scenario == "task":
+        logger.info("%s was evaluated with the task known; it is not here, so all classes compete.", folder.path)
+    description = Description(
+        classes=_class_names(stream, done, config.stream.by_domain),
+        config=config,
+        preprocessing=_preprocessing(transforms, method),
+        licence=_licence(config),
+        card=_card(folder, config, stream, done),
+    )
+    return Predictor(method, transforms, description, device)
+
+
+def _from_file(path: Path, device: torch.device) -> Predictor:
+    tensors, description = read_model(path)
+    config = description.config
+    model, transforms = _model(config)
+    try:
+        model.load_state_dict(tensors["backbone"])
+        method = _method(config, model, device)
+        _load_method(method, tensors)
+    except (KeyError, RuntimeError):
+        raise UserError(f"The tensors of {path} do not fit its description: export the model again.") from None
+    return Predictor(method, transforms, description, device)
+
+
+def _load_method(method: Method, tensors: Mapping[str, dict[str, Tensor]]) -> None:
+    method.load_state_dict(tensors["method"])
+    if tensors["task"]:
+        method.load_task_state_dict(tensors["task"])
+
+
+def _model(config: RunConfig) -> tuple[nn.Module, Transforms]:
+    """The backbone, with random weights, and its transforms."""
+    with torch.random.fork_rng(devices=[]):  # a program's random numbers stay the same
+        model = create_model(config.backbone, num_classes=0, **config.backbone_options)
+    data: Any = model.default_cfg
+    size, mean, std = data["input_size"][-1], list(data["mean"]), list(data["std"])
+    return model, Transforms(config.stream.transforms, size, mean, std)
+
+
+def _method(config: RunConfig, model: nn.Module, device: torch.device) -> Method:
+    return METHODS.get(config.method)(model.eval().to(device), setup_of(config))
+
+
+def _class_names(stream: Mapping[str, Any], done: int, by_domain: bool) -> list[str]:
+    """By label, of the classes of finished tasks. If the tasks are domains, all have the same classes."""
+    tasks = stream["tasks"][: 1 if by_domain else done]
+    return [stream["class_names"][c] for task in tasks for c in task]
+
+
+def _preprocessing(transforms: Transforms, method: Method) -> list[dict[str, Any]]:
+    mirrored = len(method.views(torch.empty(1, 3, 1, 1))) > 1
+    steps = transforms.describe()["evaluation"]
+    return [*steps, {"mirror": "the scores of the image and its mirror image are added"}] if mirrored else steps
+
+
+def _licence(config: RunConfig) -> str:
+    """Of the weights that the run started from; "unknown" for a file."""
+    if config.pretrained is False:
+        return "no pre-trained weights"
+    found = MODELS.get(config.backbone).weights.get(str(config.pretrained))
+    return found.licence if found is not None and found.licence else "unknown"
+
+
+def _card(folder: RunFolder, config: RunConfig, stream: Mapping[str, Any], done: int) -> dict[str, Any]:
+    """Where the model comes from; no paths of this machine."""
+    weights = config.pretrained
+    results = folder.results()
+    return {
+        "name": config.name,
+        "method": config.method,
+        "backbone": config.backbone,
+        "pretrained": weights if isinstance(weights, bool) or is_word(weights) else Path(weights).name,
+        "data": stream["dataset"],
+        "tasks": done,
+        "classes_per_task": [len(task) for task in stream["tasks"][:done]],
+        "scenario": config.stream.scenario,
+        "training_images": sum(stream["train"][:done]),
+        "test_images": sum(stream["test"][:done]),
+        "correct": results.get("correct", [])[done - 1 : done],
+        "metrics": results.get("metrics", {}) if len(results.get("correct", [])) == done else {},
+        "versions": results.get("versions", versions()),
+    }

@@ -1,0 +1,63 @@
+"""One safetensors file with all that a model needs to predict.
+
+Names of tensors begin with `backbone.`, `method.` (heads and adapters; trained parameters of the backbone share its
+tensors) or `task.` (a classifier that is computed from features, prototypes). `description` makes the metadata.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mambacl.deploy.description import Description
+from mambacl.errors import UserError
+from mambacl.files import disk_error, make_folder, read_tensors, write_tensors
+from mambacl.methods.base import CLASSIFIER, Method
+
+PARTS = ("backbone", "method", "task")
+
+
+def write_model(method: Method, description: Description, path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise UserError(f"The model's file must end in .safetensors, got {path}.")
+    if path.is_file():
+        read_description(path, f"{path} exists and is not an exported model: choose another name.")
+    make_folder(path.parent)
+    classifier = method.classifier
+    state, task_state = method.for_answers(method.state_dict(), method.task_state_dict())
+    if classifier.updates:
+        needed = classifier.for_scores(classifier.state_dict())
+        task_state = {name: needed.get(name.removeprefix(CLASSIFIER), t) for name, t in task_state.items()}
+    parts = {"backbone": method.model.state_dict(), "method": state, "task": task_state}
+    tensors = {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
+    try:
+        write_tensors(path, tensors, description.as_text())
+    except OSError as error:
+        raise disk_error(error, path) from None
+
+
+def read_model(path: Path) -> tuple[dict[str, dict[str, Tensor]], Description]:
+    """The tensors by part, and the description."""
+    description = read_description(path)
+    tensors, _ = read_tensors(path)
+    parts = {
+        part: {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        for part in PARTS
+    }
+    return parts, description
+
+
+def read_description(path: Path, otherwise: str | None = None) -> Description:
+    """The description alone, without reading the tensors. `otherwise`: the error for a file of another kind."""
+    from safetensors import SafetensorError, safe_open
+
+    text: dict[str, str] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        pass  # no safetensors file has no description either
+    if otherwise is not None and "mambacl.model" not in text:
+        raise UserError(otherwise)
+    return Description.from_text(text, str(path))
