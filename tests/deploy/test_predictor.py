@@ -179,10 +179,11 @@ def test_a_bad_image_does_not_stop_the_others(predictor: Predictor) -> None:
 
 
 def test_loading_leaves_random_numbers_alone(trained: Callable[[str], Path]) -> None:
+    run = trained("mamba-cl")
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    mambacl.load(trained("mamba-cl"), "cpu")
+    mambacl.load(run, "cpu")
     assert torch.equal(torch.rand(4), expected)
 
 
