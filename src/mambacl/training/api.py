@@ -18,7 +18,7 @@ from mambacl.log import logger
 from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
-from mambacl.training.build import Parts, build, check_stream, pick_device
+from mambacl.training.build import Parts, build, check_stream, describe_data, pick_device
 from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences, with_named_weights
 from mambacl.training.loop import Loop, TrainingError
@@ -78,6 +78,8 @@ def train(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
             )
+        if folder.finished():
+            check_stream(folder, describe_data(resolved))
         return _continue(folder, resolved, watch, loop)
     parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
     with watch.phase("data"):
@@ -111,16 +113,15 @@ def _on_device(config: RunConfig, device: str | None) -> RunConfig:
 
 
 def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
-    results = folder.results()
-    if results.get("status") == "finished":
+    if folder.finished():
         logger.info("%s is already finished; `mambacl train` with --overwrite trains it again.", folder.path)
-        return Run(folder.path, results)
+        return Run(folder.path, folder.results())
     with folder.locked():
         folder.clear_covariances()
         started = (folder.checkpoints / BACKBONE).exists()
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
-            check_stream(folder, parts)
+            check_stream(folder, parts.described.result())
         if not started:
             folder.checkpoints.mkdir(exist_ok=True)
             checkpoints.save_backbone(folder, parts.model)
@@ -184,7 +185,7 @@ def _at_task_end(
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
     parts = build(config, folder)
-    check_stream(folder, parts)
+    check_stream(folder, parts.described.result())
     try:
         parts.method.load_state_dict(checkpoint.method_state)
         if checkpoint.task_state and (with_task_state or parts.method.needs_task_state):

@@ -1,7 +1,7 @@
 """Builds the parts of a run from its configuration: device, model, stream and method."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -199,8 +199,14 @@ def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
     return head
 
 
-def check_stream(folder: RunFolder, parts: Parts) -> None:
-    saved, now = folder.stream(), parts.described.result()
+def describe_data(config: RunConfig) -> dict[str, Any]:
+    """What `Stream.describe` says about the data now, without building the model. Only `transforms` needs the model."""
+    return open_stream(config.stream, 1, [0.0] * 3, [1.0] * 3, config.seed, 0).describe()
+
+
+def check_stream(folder: RunFolder, now: Mapping[str, Any]) -> None:
+    """Refuses data, as `Stream.describe` describes them, that are not those that the run was trained on."""
+    saved = folder.stream()
     # `dataset` can be a folder's name, `transforms` follows from config.yaml, and `skipped` is text for the reader
     ignored = ("dataset", "transforms", "skipped")
     differing = [key for key in now if key not in ignored and saved.get(key) != now[key]]

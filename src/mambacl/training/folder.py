@@ -79,6 +79,9 @@ class RunFolder:
     def has_results(self) -> bool:
         return (self.path / RESULTS).is_file()
 
+    def finished(self) -> bool:
+        return self.results().get("status") == "finished"
+
     def create(self, config: RunConfig, stream: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_json(self.path / STREAM, stream)
