@@ -24,6 +24,7 @@ ERASE = "\r\x1b[2K"
 REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
+NewRoot = Annotated[Path | None, "where the data are now, if they have moved; they must be the same"]
 
 
 def train(
@@ -105,13 +106,13 @@ def _show(runs: list[Run], config: Any) -> None:
     print(f"\nReport: {page}")
 
 
-def resume(run: RunPath, *, device: AnotherDevice = None) -> None:
+def resume(run: RunPath, *, device: AnotherDevice = None, root: NewRoot = None) -> None:
     """continue a run after an interruption, from its last checkpoint: `mambacl resume RUN`"""
     _check_folder(run)
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
-    _show([resume_run(run, device)], None)
+    _show([resume_run(run, device, root)], None)
 
 
 def evaluate(
@@ -120,13 +121,14 @@ def evaluate(
     batch_size: Annotated[int | None, "images per batch; affects only the speed", at_least(1)] = None,
     device: AnotherDevice = None,
     scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
+    root: NewRoot = None,
 ) -> None:
     """evaluate a run's last checkpoint again, on all tasks learned: `mambacl evaluate RUN`"""
     _check_folder(run)
     with status("loading PyTorch"):
         from mambacl.training.api import evaluate as evaluate_run
 
-    again = evaluate_run(run, batch_size, device, scenario)
+    again = evaluate_run(run, batch_size, device, scenario, root)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} correct  {right / total[task]:6.1%}")

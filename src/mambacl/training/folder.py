@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
@@ -127,6 +129,12 @@ class RunFolder:
 
     def config_text(self) -> str:
         return self._text(CONFIG)
+
+    def set_root(self, root: str | None) -> None:
+        """Changes the place of the data in config.yaml."""
+        options = parse_yaml(self.config_text(), str(self.path / CONFIG))
+        options["stream"] = {**options.get("stream", {}), "root": root}
+        write_bytes(self.path / CONFIG, yaml.safe_dump(options, sort_keys=False).encode())
 
     # The stream, the results, the audit
 
