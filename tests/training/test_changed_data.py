@@ -27,7 +27,7 @@ def test_a_finished_run_is_not_shown_for_data_that_have_changed(photos: Path) ->
     run = train(photos)
     assert run.trained and not train(photos).trained
     (photos / "train" / "ant" / "0.png").unlink()
-    with pytest.raises(UserError, match=r"The data have changed since .* \(stream.json differs in train\).*--overwrite"):
+    with pytest.raises(UserError, match=r"The data have changed since .*differs in train\).*--overwrite"):
         train(photos)
     assert train(photos, overwrite=True).trained
 
