@@ -32,6 +32,7 @@ def test_a_finished_run_is_not_shown_for_data_that_have_changed(photos: Path) ->
     assert train(photos, overwrite=True).trained
 
 
+@pytest.mark.slow
 def test_a_run_finds_data_that_have_moved(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = train(photos).folder
     (folder / "results.json").unlink()  # as if the run had been killed just before its end

@@ -31,6 +31,7 @@ def train(
     preset: Annotated[str | None, "a preset, or a YAML file with options"] = None,
     *,
     compare: Annotated[str, "further methods, comma-separated, on the same stream"] = "",
+    seeds: Annotated[str, "several seeds, as in 0,1,2: a run for each, and a table of means and deviations"] = "",
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     **overrides: Any,
@@ -45,12 +46,15 @@ def train(
     first = resolve(preset, overrides)
     methods = [first.method, *(name.strip() for name in compare.split(",") if name.strip())]
     methods = list(dict.fromkeys(methods))
+    chosen = _seeds(seeds, overrides) or [first.seed]
     configs = []
     for method in methods:
-        # with several methods, --out is the parent of their folders
-        out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
-        configs.append(resolve(preset, {**overrides, "method": method, "out": out}))
         METHODS.check(method)  # finds a mistake in the last before training the first
+        for seed in chosen:
+            out = first.out
+            if out and len(methods) * len(chosen) > 1:  # then --out is the parent of the runs' folders
+                out = str(Path(out) / (f"{method}-{seed}" if seeds else method))
+            configs.append(resolve(preset, {**overrides, "method": method, "seed": seed, "out": out}))
     run_training = _loaded([f"{c.name} with {c.method} on {c.backbone}, to {c.folder}" for c in configs])
     try:
         runs = [run_training(config, overwrite=overwrite) for config in configs]
@@ -58,7 +62,19 @@ def train(
         if len(configs) > 1:
             print("mambacl: repeat the command to continue the comparison.", file=sys.stderr)
         raise
-    _show(runs, first)
+    parent = Path(first.out) if first.out else first.folder.parent
+    _show(runs, parent / f"{first.name}-comparison-{'-'.join(map(str, chosen))}")
+
+
+def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words and "seed" in overrides:
+        raise UserError("--seed and --seeds exclude each other: remove one.")
+    if not all(word.isdecimal() for word in words) or len(words) == 1:
+        raise UserError(
+            f"--seeds takes the seeds of several runs, as in 0,1,2, got '{text}'; --seed takes one seed."
+        )
+    return list(dict.fromkeys(map(int, words)))
 
 
 @contextmanager
@@ -87,7 +103,8 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     return run_training
 
 
-def _show(runs: list[Run], config: Any) -> None:
+def _show(runs: list[Run], comparison: Path | None = None) -> None:
+    """Writes a report of each run and, if there are several, one that compares them; prints the table."""
     with status("writing the report"):
         from mambacl.reports import comparison_table, load_run, write_report
         from mambacl.reports.rendering import to_text
@@ -100,8 +117,7 @@ def _show(runs: list[Run], config: Any) -> None:
         if run.trained:
             RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
     if len(runs) > 1:
-        parent = Path(config.out) if config.out else runs[0].folder.parent
-        page = write_report([run.folder for run in runs], parent / f"{config.name}-comparison-{config.seed}")
+        page = write_report([run.folder for run in runs], comparison)
     print(to_text(comparison_table([load_run(run.folder) for run in runs])))
     print(f"\nReport: {page}")
 
@@ -112,7 +128,7 @@ def resume(run: RunPath, *, device: AnotherDevice = None, root: NewRoot = None) 
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
-    _show([resume_run(run, device, root)], None)
+    _show([resume_run(run, device, root)])
 
 
 def evaluate(
