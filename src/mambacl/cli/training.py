@@ -71,9 +71,7 @@ def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
     if words and "seed" in overrides:
         raise UserError("--seed and --seeds exclude each other: remove one.")
     if not all(word.isdecimal() for word in words) or len(words) == 1:
-        raise UserError(
-            f"--seeds takes the seeds of several runs, as in 0,1,2, got '{text}'; --seed takes one seed."
-        )
+        raise UserError(f"--seeds takes the seeds of several runs, as in 0,1,2, got '{text}'; --seed takes one seed.")
     return list(dict.fromkeys(map(int, words)))
 
 
