@@ -106,6 +106,7 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
     with status("writing the report"):
         from mambacl.reports import comparison_table, load_run, write_report
         from mambacl.reports.rendering import to_text
+        from mambacl.reports.writing import report_folder
         from mambacl.training.folder import RunFolder
 
     for run in runs:
@@ -115,7 +116,8 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
         if run.trained:
             RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
     if len(runs) > 1:
-        page = write_report([run.folder for run in runs], comparison)
+        folders = [run.folder for run in runs]
+        page = write_report(folders, report_folder(comparison, folders, numbered=True))
     print(to_text(comparison_table([load_run(run.folder) for run in runs])))
     print(f"\nReport: {page}")
 
