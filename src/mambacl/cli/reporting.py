@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mambacl.cli.training import AnotherDevice, NewRoot, RunPath
+from mambacl.cli.training import AnotherDevice, Imports, NewRoot, RunPath, import_files
 from mambacl.errors import UserError
 from mambacl.options import at_least
 
@@ -93,6 +93,7 @@ def audit(
     task: Annotated[int | None, "show each block for this task, counted from 1", at_least(1)] = None,
     device: AnotherDevice = None,
     root: NewRoot = None,
+    import_: Imports = None,
 ) -> None:
     """measure how far a run's features have drifted, and how far updates were projected: `mambacl audit RUN`
 
@@ -103,6 +104,7 @@ def audit(
     from mambacl.reports.rendering import to_text
     from mambacl.training.api import audit as audit_run
 
+    import_files(import_)
     found = audit_run(run, device, root)
     known = [entry["task"] + 1 for entry in found["tasks"]]
     if task is not None and task not in known:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,9 @@ REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
 NewRoot = Annotated[Path | None, "where the data are now, if they have moved; they must be the same"]
+Imports = Annotated[
+    list[Path] | None, "a Python file that registers a method, classifier, model or data set; can be repeated"
+]
 
 
 def train(
@@ -34,11 +38,13 @@ def train(
     seeds: Annotated[str, "several seeds, as in 0,1,2: a run for each, and a table of means and deviations"] = "",
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
+    import_: Imports = None,
     **overrides: Any,
 ) -> None:
     """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
     from mambacl.methods.registry import METHODS
 
+    import_files(import_)
     if skip_bad:
         overrides = merge(overrides, {"stream": {"skip_bad": True}})
     if preset is None and not overrides:
@@ -122,9 +128,10 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
     print(f"\nReport: {page}")
 
 
-def resume(run: RunPath, *, device: AnotherDevice = None, root: NewRoot = None) -> None:
+def resume(run: RunPath, *, device: AnotherDevice = None, root: NewRoot = None, import_: Imports = None) -> None:
     """continue a run after an interruption, from its last checkpoint: `mambacl resume RUN`"""
     _check_folder(run)
+    import_files(import_)
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
@@ -138,9 +145,11 @@ def evaluate(
     device: AnotherDevice = None,
     scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
     root: NewRoot = None,
+    import_: Imports = None,
 ) -> None:
     """evaluate a run's last checkpoint again, on all tasks learned: `mambacl evaluate RUN`"""
     _check_folder(run)
+    import_files(import_)
     with status("loading PyTorch"):
         from mambacl.training.api import evaluate as evaluate_run
 
@@ -163,3 +172,25 @@ def _check_folder(path: Path) -> None:
     """Refuses a mistyped folder before PyTorch is imported."""
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+
+
+def import_files(paths: list[Path] | None) -> None:
+    """Imports Python files, as `import` would from their folder, so that what they register is known by name."""
+    for path in paths or []:
+        file = path.resolve()
+        if not file.is_file():
+            raise UserError(f"There is no file {path} to import: give the path of a Python file.")
+        if getattr(sys.modules.get(file.stem), "__file__", None) == str(file):  # registering twice is an error
+            continue
+        spec = spec_from_file_location(file.stem, file)
+        if spec is None or spec.loader is None:
+            raise UserError(f"{path} is not a Python file: its name must end in .py.")
+        sys.path.insert(0, str(file.parent))  # as for a script, for its own imports
+        module = module_from_spec(spec)
+        sys.modules.setdefault(file.stem, module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            if sys.modules.get(file.stem) is module:
+                del sys.modules[file.stem]
+            raise UserError(f"{path} cannot be imported ({type(error).__name__}: {error}): fix the file.") from error

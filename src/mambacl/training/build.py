@@ -17,6 +17,7 @@ from mambacl.config import RunConfig, check_device
 from mambacl.data import Stream, open_stream
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup
+from mambacl.registry import unknown
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import checkpoints
 from mambacl.training.display import make_display
@@ -112,6 +113,9 @@ def build(
 ) -> Parts:
     """Builds model, stream and method. The model has the weights from `folder`, or its initial weights without one."""
     watch = watch or Watch()
+    if config.method not in METHODS.names():
+        words = unknown("method", config.method, METHODS.names())
+        raise UserError(f"{words} If a Python file registers it, add --import FILE.")
     method_class = METHODS.get(config.method)
     if config.classifier != "auto":
         CLASSIFIERS.check(config.classifier)
