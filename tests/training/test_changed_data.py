@@ -20,7 +20,8 @@ def photos(tmp_path: Path) -> Path:
 def train(root: Path, **options: Any) -> mambacl.Run:
     """Trains nothing, so it takes a second."""
     stream = {"dataset": "folders", "root": str(root), "tasks": 2, "order": "natural"}
-    return mambacl.train(CONFIG, method="analytic", stream=stream, out=str(root.parent / "run"), **options)
+    options |= {"method": "analytic", "classifier_options": {"width": 20}}
+    return mambacl.train(CONFIG, stream=stream, out=str(root.parent / "run"), **options)
 
 
 def test_a_finished_run_is_not_shown_for_data_that_have_changed(photos: Path) -> None:
