@@ -132,7 +132,10 @@ def build(
     described = _in_background(stream.describe)  # the images' fingerprint takes as long as the model
     with watch.phase("model"):
         if folder is None:  # after opening the data, because this can download weights
-            load_pretrained(model, config.backbone, config.pretrained)
+            if (start := RunFolder.of_weights(config.pretrained)) is None:
+                load_pretrained(model, config.backbone, config.pretrained)
+            else:
+                checkpoints.load_trained(start, model, config.backbone, config.backbone_options)
         else:
             checkpoints.load_backbone(folder, model)
         model.eval()
@@ -191,6 +194,11 @@ def check_image_size(model: nn.Module, size: int, name: str) -> None:
 
 def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
     """The classifier of the checkpoint that the run starts from."""
+    if RunFolder.of_weights(config.pretrained) is not None:
+        raise UserError(
+            f"known_classes takes the classifier of a weights file, and {config.pretrained} is a run: leave out "
+            "known_classes to start a new run from its backbone."
+        )
     model: Any = create_model(config.backbone, num_classes=classes, **config.backbone_options)
     path = weights_file(MODELS.get(config.backbone), config.pretrained)
     account = load_weights(model, path)

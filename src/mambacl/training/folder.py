@@ -65,6 +65,17 @@ class RunFolder:
         return folder
 
     @classmethod
+    def of_weights(cls, pretrained: bool | str) -> "RunFolder | None":
+        """The run that `pretrained` names by its folder or by one of its checkpoints; None if it names other weights.
+        The initial backbone in a run's checkpoints is a file of weights like any other."""
+        if isinstance(pretrained, bool):
+            return None
+        path = Path(pretrained)
+        inside = path.parent.name == "checkpoints" and path.name != BACKBONE
+        folder = cls(path.parent.parent if inside else path)
+        return folder if folder.exists() else None
+
+    @classmethod
     def with_results(cls, path: str | Path) -> "RunFolder":
         """A folder to report: it needs only results.json."""
         folder = cls(path)
