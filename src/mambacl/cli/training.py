@@ -26,16 +26,14 @@ REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
 NewRoot = Annotated[Path | None, "where the data are now, if they have moved; they must be the same"]
-Imports = Annotated[
-    list[Path] | None, "a Python file that registers a method, classifier, model or data set; can be repeated"
-]
+Imports = Annotated[list[Path] | None, "a Python file that registers methods, models or the like"]
 
 
 def train(
     preset: Annotated[str | None, "a preset, or a YAML file with options"] = None,
     *,
     compare: Annotated[str, "further methods, comma-separated, on the same stream"] = "",
-    seeds: Annotated[str, "several seeds, as in 0,1,2: a run for each, and a table of means and deviations"] = "",
+    seeds: Annotated[str, "several seeds, as in 0,1,2: a run for each; prints mean and deviation"] = "",
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     import_: Imports = None,
