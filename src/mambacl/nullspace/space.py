@@ -79,7 +79,7 @@ class NullSpace:
         self.protected: Protected | None = None
         """how much the rank rule protects; None before the first consolidation, or if nothing is projected"""
         self.protect(self.memory)
-        logger.info("%s", self.describe())
+        logger.debug("%s", self.describe())
 
     @property
     def tasks(self) -> int:

@@ -58,6 +58,8 @@ class Parts:
         if not self.method.trains:
             lines.append("Nothing trains, so options for training and for the null space have no effect.")
             return "\n".join(lines)
+        if trained := self.method.overview():
+            lines.append(trained)
         if min(len(task) for task in tasks) == 1:
             lines.append("A task with a single class teaches nothing: its classifier has only one answer.")
         if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
