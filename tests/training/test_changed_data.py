@@ -51,6 +51,15 @@ def test_a_run_finds_data_that_have_moved(photos: Path, capsys: pytest.CaptureFi
     assert mambacl.evaluate(folder).total == [4, 4]
 
 
+def test_the_same_run_with_another_place_of_the_data(photos: Path) -> None:
+    folder = train(photos).folder
+    photos.rename(photos.parent / "elsewhere")
+    with pytest.raises(UserError, match=rf"differs in stream.root.*`mambacl resume {folder} --root .*elsewhere`"):
+        train(photos.parent / "elsewhere", name="small")
+    assert not mambacl.resume(folder, root=photos.parent / "elsewhere").trained
+    assert not train(photos.parent / "elsewhere", name="small").trained
+
+
 def test_other_data_are_not_taken_for_moved_ones(photos: Path) -> None:
     folder = train(photos).folder
     before = (folder / "config.yaml").read_text()

@@ -75,9 +75,11 @@ def train(
         differing = differences(existing, resolved)
         if differing:
             build(resolved)  # a mistake in the configuration is the more useful error
+            moved = f" If you have moved the data: `mambacl resume {folder.path} --root {resolved.stream.root}`."
             raise UserError(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
+                + (moved if differing == ["stream.root"] else "")
             )
         if folder.finished():
             check_stream(folder, describe_data(resolved))
