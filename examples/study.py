@@ -1,30 +1,45 @@
-"""Runs the study that docs/study.md reports: methods, classifiers, state sizes and numbers of tasks on CIFAR-100.
+"""Runs the study that docs/study.md reports, on CIFAR-100: methods, classifiers, settings, state sizes, numbers of
+tasks, backbones.
 
     python examples/study.py --root FOLDER --out runs/study --json docs/results/study.json
 
-Every run has its own folder. Start it again after an interruption: finished runs are read, the others continue. The
-file holds mean and standard deviation over the seeds; each seed has its own class order. Rows of the file that are not
-measured again stay.
+Every run has its own folder, which rows with the same options share. Start it again after an interruption: finished
+runs are read, the others continue. The file holds mean and standard deviation over the seeds; each seed has its own
+class order. Rows of the file that are not measured again stay.
+
+Methods that are compared have the same tuning budget: three values of one option (GRIDS), judged by a tenth of the
+training images, with the first seed. The file says what was tried and chosen.
 """
 
 import argparse
 import json
 import statistics
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mambacl
+from mambacl.backbones.registry import MODELS
 from mambacl.errors import UserError
 
-COLUMNS = {
+METRICS = {
     "final accuracy": "final_accuracy_tasks",
     "forgetting": "forgetting",
     "learning accuracy": "learning_accuracy",
 }
+COSTS = ("seconds", "memory in GB", "state in MB")
+HELD_BACK = {"stream.validation": 0.1}
 PROTECTED = {"method": "mamba-cl", "setting": "exact", "nullspace.rank": "energy:0.99"}
-MIRRORED = {"features.depths": "all", "features.mirror": "both"}
-RIDGE = {**MIRRORED, "classifier": "ridge", "classifier_options": {"state_limit": "1GB", "expected_classes": 100}}
+RIDGE = {
+    "features.depths": "all",
+    "features.mirror": "both",
+    "classifier": "ridge",
+    "classifier_options": {"state_limit": "1GB", "expected_classes": 100},
+}
+JOINT = {"method": "sequential", "stream.tasks": 1}
+RATES = {"training.lr": [2e-5, 2e-4, 1e-3]}
+HEAD_RATES = {"training.head_lr": [1e-3, 1e-2, 3e-2]}
 
 # table -> row -> options
 STUDY: dict[str, dict[str, dict[str, Any]]] = {
@@ -33,12 +48,14 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
         "analytic, no mirror images at test": {"features.mirror": "learning"},
         "Mamba-CL, exact, energy:0.99, and ridge": {**PROTECTED, **RIDGE},
         "Mamba-CL, public-code": {"method": "mamba-cl"},
+        "Mamba-CL, public-code, tuned": {"method": "mamba-cl"},
         "Mamba-CL, exact, energy:0.99": PROTECTED,
         "fine-tuning": {"method": "sequential"},
         "frozen, separate heads": {"method": "frozen"},
         "shared adapters": {"method": "seq-adapter"},
         "EASE": {"method": "ease"},
-        "all classes at once, softmax": {"method": "sequential", "stream.tasks": 1, "training.lr": 1e-3},
+        "all classes at once, softmax": JOINT,
+        "all classes at once, softmax, mirror images at test": {**JOINT, "features.mirror": "both"},
     },
     "classifiers": {
         f"{name}, {what}": {**options, "classifier": name, "features.mirror": "both", "classifier_options": own}
@@ -48,29 +65,80 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
         )
         for name, own in (("nearest-mean", {}), ("lda", {}), ("gaussian", {}), ("ridge", {"state_limit": "1GB"}))
     },
+    "settings": {
+        f"{setting}, {rank}": {"method": "mamba-cl", "setting": setting, "nullspace.rank": rank}
+        for setting in ("public-code", "exact")
+        for rank in ("smoothed-corner", "energy:0.9", "energy:0.97", "energy:0.99", "energy:0.999")
+    },
     "state": {
         f"ridge, {limit}": {"classifier_options.state_limit": limit}
         for limit in ("10MB", "30MB", "100MB", "300MB", "1GB")
     },
-    "tasks": {f"analytic, {tasks} tasks": {"stream.tasks": tasks} for tasks in (5, 10, 20, 50)},
+    "tasks": {
+        f"{name}, {tasks} tasks": {**options, "stream.tasks": tasks}
+        for name, options in (("analytic", {}), ("Mamba-CL, public-code", {"method": "mamba-cl"}))
+        for tasks in (5, 10, 20, 50)
+    },
+    "backbones": {
+        f"{name}, {weights}": {"backbone": name, "pretrained": weights}
+        for name in ("defocus_mamba_nano", "vim_mini", "vmamba_mini", "mambavision_mini")
+        for weights in MODELS.get(name).weights
+    },
+}
+# row -> an option and the values to try
+GRIDS: dict[str, dict[str, list[Any]]] = {
+    "analytic (the default)": {"classifier_options.bandwidth": [0.1, 0.2, 0.3]},
+    "Mamba-CL, exact, energy:0.99, and ridge": RATES,
+    "Mamba-CL, public-code, tuned": RATES,
+    "Mamba-CL, exact, energy:0.99": RATES,
+    "fine-tuning": RATES,
+    "frozen, separate heads": HEAD_RATES,
+    "shared adapters": RATES,
+    "EASE": RATES,
+    "all classes at once, softmax": RATES,
+    "all classes at once, softmax, mirror images at test": RATES,
 }
 
 
-def measured(name: str, options: Mapping[str, Any], seed: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """The metrics of one run, trained now unless its folder is complete."""
-    words = "".join(character if character.isalnum() else "-" for character in name)
+def run(options: Mapping[str, Any], seed: int, arguments: argparse.Namespace) -> mambacl.Run:
+    """One run, trained now unless its folder is complete."""
     order = {"seed": seed, "stream.order_seed": 2024 + seed}
     root = {"stream.root": arguments.root} if arguments.root else {}
-    given = {**root, **options, **order, **arguments.options}
-    return mambacl.train(arguments.preset, out=str(Path(arguments.out) / f"{words}-{seed}"), **given).metrics
+    given = {**options, **order, **arguments.options}
+    name = f"{zlib.crc32(json.dumps(given, sort_keys=True).encode()):08x}"
+    return mambacl.train(arguments.preset, out=str(Path(arguments.out) / name), **root, **given)
 
 
-def over_seeds(metrics: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Mean and standard deviation of each column, in per cent."""
-    found = {column: [100 * run[name] for run in metrics] for column, name in COLUMNS.items()}
+def tuned(
+    row: str, options: Mapping[str, Any], arguments: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The options with the best value of the row's grid, and the accuracy of each value on images held back."""
+    if row not in GRIDS:
+        return dict(options), {}
+    ((option, values),) = GRIDS[row].items()
+    tried = {}
+    for value in values:
+        made = run({**options, option: value, **HELD_BACK}, arguments.seeds[0], arguments)
+        tried[value] = 100 * made.metrics["final_accuracy_tasks"]
+    best = max(values, key=lambda value: tried[value])
+    return {**options, option: best}, {f"{option} {value}": round(found, 2) for value, found in tried.items()}
+
+
+def measures(made: mambacl.Run) -> dict[str, float]:
+    """A row's columns for one run: per cent, seconds, GB and MB."""
+    found = {column: 100 * made.metrics[name] for column, name in METRICS.items() if name in made.metrics}
+    results = made.results
+    costs = (sum(results["seconds"].values()), results["peak_memory_bytes"] / 1e9,
+             results.get("classifier_bytes", 0) / 1e6)  # fmt: skip
+    return found | dict(zip(COSTS, costs, strict=True))
+
+
+def over_seeds(runs: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Mean and standard deviation of each column."""
     return {
         column: [round(statistics.mean(values), 2), round(statistics.stdev(values), 2)] if len(values) > 1 else values
-        for column, values in found.items()
+        for column in runs[0]
+        if (values := [each[column] for each in runs])
     }
 
 
@@ -93,12 +161,14 @@ def main(given: list[str] | None = None) -> None:
             if arguments.rows and name not in arguments.rows:
                 continue
             try:
-                runs = [measured(name, options, seed, arguments) for seed in arguments.seeds]
+                chosen, tried = tuned(name, options, arguments)
+                runs = [measures(run(chosen, seed, arguments)) for seed in arguments.seeds]
             except UserError as error:
                 print(f"{name}: not run ({error})")
                 continue
-            rows[name] = {"what": name, "options": options, "seeds": arguments.seeds, **over_seeds(runs)}
-            listed = tables.setdefault(table, {"columns": list(COLUMNS), "rows": []})["rows"]
+            rows[name] = {"what": name, "options": chosen, "seeds": arguments.seeds, **over_seeds(runs)}
+            rows[name] |= {"tried on held-back images": tried} if tried else {}
+            listed = tables.setdefault(table, {"columns": [*METRICS, *COSTS], "rows": []})["rows"]
             listed += [] if name in listed else [name]
             record |= {"benchmark": arguments.preset, "unit": "per cent", "rows": rows, "tables": tables}
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

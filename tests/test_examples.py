@@ -12,6 +12,7 @@ import yaml
 from small_run import CONFIG
 
 from mambacl.bench.page import accuracies
+from mambacl.config import resolve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -24,31 +25,106 @@ def example(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("few_test_images")
-def test_the_study_continues_and_writes_tables(monkeypatch, tmp_path):
+def test_the_study_tunes_continues_and_writes_tables(monkeypatch, tmp_path):
     study = example("study")
     ours = {"method": "analytic", "classifier_options.width": 40}
-    wrong = {"method": "analytic", "classifier": "separate"}
-    monkeypatch.setattr(
-        study, "STUDY", {"methods": {"ours": ours, "refused": wrong, "Mamba-CL": {"training.passes": 1}}}
-    )
+    rows = {
+        "ours": ours,
+        "refused": {"method": "analytic", "classifier": "separate"},
+        "Mamba-CL": {"training.passes": 1},
+    }
+    monkeypatch.setattr(study, "STUDY", {"methods": rows, "again": {"the same": ours}})
+    monkeypatch.setattr(study, "GRIDS", {"Mamba-CL": {"training.lr": [1e-4, 1e-2]}})
     preset = tmp_path / "small.yaml"
     preset.write_text(yaml.safe_dump(CONFIG))
     given = ["--preset", str(preset), "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "study.json")]
+
+    def written() -> dict:
+        return json.loads((tmp_path / "study.json").read_text())
+
     study.main([*given, "--seeds", "0"])
-    one = json.loads((tmp_path / "study.json").read_text())
+    one = written()
     study.main([*given, "--seeds", "0", "1"])
-    both = json.loads((tmp_path / "study.json").read_text())
-    assert both["tables"]["methods"]["rows"] == ["ours", "Mamba-CL"] and len(list((tmp_path / "runs").iterdir())) == 4
-    first = json.loads((tmp_path / "runs" / "ours-0" / "results.json").read_text())["metrics"]
-    second = json.loads((tmp_path / "runs" / "ours-1" / "results.json").read_text())["metrics"]
-    assert one["rows"]["ours"]["forgetting"] == [100 * first["forgetting"]]
-    mean = 50 * (first["final_accuracy_tasks"] + second["final_accuracy_tasks"])
+    both = written()
+    assert both["tables"]["methods"]["rows"] == ["ours", "Mamba-CL"]
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/results.json")]
+    assert len(runs) == 6  # two seeds of two methods, and two that tune: rows with the same options share theirs
+    first, second = sorted((run for run in runs if run["method"] == "analytic"), key=lambda run: run["seed"])
+    assert one["rows"]["ours"]["forgetting"] == [100 * first["metrics"]["forgetting"]]
+    mean = 50 * (first["metrics"]["final_accuracy_tasks"] + second["metrics"]["final_accuracy_tasks"])
     assert both["rows"]["ours"]["final accuracy"][0] == round(mean, 2)
+    assert {**both["rows"]["the same"], "what": "ours"} == both["rows"]["ours"]
+    assert both["rows"]["ours"]["state in MB"] == [round(first["classifier_bytes"] / 1e6, 2), 0]
+    tried = both["rows"]["Mamba-CL"]["tried on held-back images"]
+    chosen = f"training.lr {both['rows']['Mamba-CL']['options']['training.lr']}"
+    assert len(tried) == 2 and tried[chosen] == max(tried.values())
     assert "| ours |" in accuracies(both, "methods")
     study.main([*given, "--seeds", "1", "--rows", "ours"])  # the others stay
-    last = json.loads((tmp_path / "study.json").read_text())
-    assert last["rows"]["ours"]["forgetting"] == [100 * second["forgetting"]]
+    last = written()
+    assert last["rows"]["ours"]["forgetting"] == [100 * second["metrics"]["forgetting"]]
     assert last["rows"]["Mamba-CL"] == both["rows"]["Mamba-CL"] and last["tables"] == both["tables"]
+
+
+@pytest.mark.usefixtures("few_test_images")
+def test_tuning_writes_what_was_tried_and_the_best_point(monkeypatch, tmp_path):
+    tune = example("tune_demo")
+    grids = {
+        "sequential": {"training.lr": [1e-4, 1e-2], "training.passes": [1]},
+        "analytic": {"features.pool": [["class"], ["mean"]], "classifier_options.width": [40]},
+    }
+    monkeypatch.setattr(tune, "GRIDS", grids)
+    preset = tmp_path / "small.yaml"
+    preset.write_text(yaml.safe_dump(CONFIG))
+    given = ["--preset", str(preset), "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "tuned.json")]
+    tune.main([*given, "--methods", *grids, "--seeds", "0", "1"])
+    record = json.loads((tmp_path / "tuned.json").read_text())
+    assert record["seeds"] == [0, 1] and list(record["methods"]) == list(grids)
+    for method, grid in grids.items():
+        found = record["methods"][method]
+        assert [one["point"] for one in found["tried"]] == tune.points(grid) and found["grid"] == grid
+        assert found["choice"] == found["best"] == tune.best(found["tried"])
+    folder = tmp_path / "runs" / "sequential-0.01-1-1"
+    results = json.loads((folder / "results.json").read_text())
+    last = record["methods"]["sequential"]["tried"][1]["final accuracy"][1]
+    assert last == round(100 * results["metrics"]["final_accuracy_tasks"], 2)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["stream"]["validation"] == tune.HELD_BACK
+    header, _, first, second = accuracies(record, "sequential").splitlines()
+    assert header == "| per cent | `training.passes 1` |"
+    assert first.startswith("| `training.lr 0.0001` |") and second.startswith("| `training.lr 0.01` |")
+
+
+def test_the_first_of_the_best_points_is_chosen_among_those_that_leave_the_demo_short():
+    tune = example("tune_demo")
+    runs = {(1, 1): [40, 43], (2, 1): [41, 44], (3, 1): [44, 41], (4, 3): [45, 45]}
+    tried = [
+        {"point": {"training.lr": lr, "training.passes": passes}, "final accuracy": found}
+        for (lr, passes), found in runs.items()
+    ]
+    assert tune.best(tried) == tried[3]["point"] and tune.best(tune.quick(tried)) == tried[1]["point"]
+
+
+def test_the_demo_has_the_options_that_were_best_on_held_back_images():
+    tune = example("tune_demo")
+    record = json.loads((EXAMPLES.parent / "docs" / "results" / "demo-tuning.json").read_text())
+    assert record["methods"].keys() == {"analytic", "mamba-cl", "sequential"}
+    for method, found in record["methods"].items():
+        assert found["grid"] == tune.GRIDS[method]
+        assert [one["point"] for one in found["tried"]] == tune.points(found["grid"]) and len(found["tried"]) == 6
+        assert all(len(one["final accuracy"]) == len(record["seeds"]) for one in found["tried"])
+        assert found["best"] == tune.best(found["tried"])
+        assert found["choice"] == tune.best(tune.quick(found["tried"]))
+        assert resolve("demo", {"method": method}) == resolve("demo", {"method": method, **found["choice"]})
+
+
+@pytest.mark.parametrize("table", ["methods", "classifiers", "settings", "state", "tasks", "backbones"])
+def test_every_row_of_the_study_is_a_possible_run(table):
+    study = example("study")
+    for row, options in study.STUDY[table].items():
+        for grid in study.GRIDS.get(row, {"seed": [0]}).items():
+            for value in grid[1]:
+                resolve("cifar100-10-nano", {**options, grid[0]: value, **study.HELD_BACK, "stream.root": "."})
+    assert set(study.GRIDS) <= set(study.STUDY["methods"])
+    assert len({len(values) for grid in study.GRIDS.values() for values in grid.values()}) == 1  # the same budget
 
 
 @pytest.mark.slow

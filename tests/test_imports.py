@@ -25,6 +25,7 @@ ORDER = (
     "deploy",
     "paper",
     "bench",
+    "diagnosis",
     "mamba_ssm_compat",
     "timm",
     "cli",

@@ -1,7 +1,9 @@
 """Packages whose names are imported on first use, so that checking an option does not import PyTorch."""
 
+import ast
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +25,15 @@ def members(package: str, file: str, besides: Collection[str]) -> dict[str, str]
     stems = sorted(path.stem for path in Path(file).parent.glob("*.py"))
     chosen = [stem for stem in stems if stem not in ("__init__", *besides)]
     return {stem.replace("_", "-"): f"{package}.{stem}" for stem in chosen}
+
+
+def constant(module: str, name: str) -> Any:
+    """The value that a class of a module assigns to `name`, read from the source without importing the module."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return ast.literal_eval(node.value)
+    raise LookupError(f"{module} assigns no {name}")

@@ -12,7 +12,7 @@ from conftest import TINY
 from kernels_help import DEVICE, kernels
 from small_run import CONFIG
 
-import mambacl.bench
+import mambacl.bench.parts
 from mambacl.bench import PARTS, SHAPES, measure
 from mambacl.bench.models import without_kernels
 from mambacl.bench.result import Result, shown, text
@@ -50,7 +50,7 @@ PART = [pytest.param(part, marks=pytest.mark.slow) if part in SLOW else part for
 
 @cache
 def result_of(part: str) -> Result:
-    with mambacl.bench.quiet():
+    with mambacl.bench.parts.quiet():
         return measure(part, CLOCK, TOY, 1e9)
 
 
@@ -248,7 +248,7 @@ def test_figures_as_text() -> None:
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mambacl.bench, "default_sizes", lambda device, quick: TOY)
+    monkeypatch.setattr(mambacl.bench.parts, "default_sizes", lambda device, quick: TOY)
     path = tmp_path / "bench.json"
     assert main(["bench", "inference", "--device", "cpu", "--json", str(path), "block"]) == 0
     printed = capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_no_gpu_here(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_on_a_gpu(part: str) -> None:
-    with mambacl.bench.quiet():
+    with mambacl.bench.parts.quiet():
         result = measure(part, Clock(torch.device("cuda"), 3, 0.01), TOY, 1e12)
     assert result.rows and text(result)
     if part == "roofline":  # the kernels were found

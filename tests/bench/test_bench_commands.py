@@ -14,6 +14,7 @@ from small_run import CONFIG
 
 import mambacl.bench.against
 import mambacl.bench.busy
+import mambacl.bench.parts
 import mambacl.bench.relaxation
 import mambacl.bench.runs
 import mambacl.bench.settings
@@ -164,7 +165,7 @@ def test_mistakes_are_found_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (mambacl.bench, mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
+    for module in (mambacl.bench.parts, mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
         monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.setattr(mambacl.bench.against, "compare_all", lambda *_: pytest.fail("measured"))
     assert sentence in fails(capsys, "bench", *arguments)

@@ -12,7 +12,7 @@ import yaml
 from cli_help import fails
 from small_run import CONFIG
 
-from mambacl.cli import COMMANDS, SPINS, main
+from mambacl.cli import SPINS, main
 
 
 def write_config(folder: Path) -> Path:
@@ -180,15 +180,17 @@ def test_mistakes_get_one_sentence_and_exit_code_2(
     assert not any(tmp_path.iterdir())  # and nothing is left behind
 
 
-@pytest.mark.slow
 def test_listings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0 and main(["models"]) == 0
     printed = capsys.readouterr().out
     for word in ("mamba-cl", "sequential", "frozen", "defocus_mamba_nano", "defocus_mamba_large_22k"):
-        assert word in printed
-    assert main(["--help"]) == 0
-    usage = capsys.readouterr().out
-    assert all(command in usage for command in COMMANDS)
+        assert f"\n{word} " in printed
+    assert "the paper says 91.7" in printed
+    assert main(["models", "vim_tiny"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nvim_tiny                        7.15 M  224    3.11  in1k     76.1  ImageNet-1k, Apache-2.0," in listed
+    assert "mambavision" not in listed and "91.7" not in listed
+    assert "No model's name contains 'vim_tyny'. Did you mean 'vim_tiny'?" in fails(capsys, "models", "vim_tyny")
 
 
 def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

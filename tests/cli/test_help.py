@@ -9,6 +9,8 @@ from mambacl.config import RunConfig, preset_names
 from mambacl.options import is_group, walk
 from mambacl.pretraining import PretrainConfig
 
+SCREEN = 40  # lines
+
 
 @pytest.fixture(autouse=True)
 def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +26,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_help_of_train_fits_a_screen_and_names_every_group_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "train", "--help")
-    assert len(text.splitlines()) <= 25
+    assert len(text.splitlines()) <= 30
     for group in (
         "run",
         "nullspace",
@@ -40,11 +42,36 @@ def test_the_help_of_train_fits_a_screen_and_names_every_group_and_preset(capsys
     assert all(name in text for name in preset_names())
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if not name.startswith("bench")])
-def test_every_command_has_a_short_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_of_one_screen_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = printed(capsys, *command.split(), "--help")
-    assert text.startswith(f"usage: mambacl {command}") and len(text.splitlines()) <= 40
+    assert text.startswith(f"usage: mambacl {command}") and len(text.splitlines()) <= SCREEN
     assert all(f"  {option}" in text for option in COMMANDS[command].options)
+    example = COMMANDS[command].example
+    assert f"\nexample: {example}\n" in text and "`" not in COMMANDS[command].summary
+    program, *words = example.split()
+    assert program == "mambacl" and words[: len(command.split())] == command.split()
+    COMMANDS[command].read(words[len(command.split()) :])  # refuses options that do not exist
+
+
+def test_the_list_of_commands_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    assert len(text.splitlines()) <= SCREEN and "example: mambacl train demo" in text
+    for name in COMMANDS:
+        first = name.split()[0]
+        assert f"\n  {name} " in (text if first == name or first not in COMMANDS else printed(capsys, first, "--help"))
+    assert "\n  data check " in printed(capsys, "data", "--help")
+
+
+def test_mambacl_alone_names_commands_to_begin_with(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys)
+    named = [line.split()[1:] for line in text.splitlines() if line.startswith("  mambacl ")]
+    assert [words[0] for words in named] == ["doctor", "train", "train", "report"] and len(text.splitlines()) <= 24
+    for name, *words in named:
+        COMMANDS[name].read(words)
+    assert {words[1] for words in named if words[0] == "train"} <= set(preset_names())
 
 
 def test_the_help_of_bench_names_its_parts_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

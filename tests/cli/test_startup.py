@@ -46,10 +46,15 @@ from mambacl.cli import main
 for arguments in {commands!r}:
     assert main(arguments) == 2, arguments
     assert "torch" not in sys.modules, arguments
-assert main(["--help"]) == 0 and main(["train", "--help"]) == 0 and main(["--version"]) == 0
-assert main(["train", "--help", "all"]) == 0 and main(["pretrain", "--help", "run"]) == 0
-assert main(["data", "--help"]) == 0
-assert "torch" not in sys.modules
+"""
+QUICK = """
+import sys
+from mambacl.cli import COMMANDS, main
+several = [["train", "--help", "all"], ["pretrain", "--help", "run"], ["data", "--help"], ["--version"], ["models"]]
+several += [["methods"], ["completion", "bash"], ["__complete", "train", "--"], ["__complete", "plan", ""]]
+for arguments in [[], ["--help"], *([*name.split(), "--help"] for name in COMMANDS), *several]:
+    assert main(arguments) == 0, arguments
+    assert "torch" not in sys.modules, arguments
 """
 
 
@@ -58,6 +63,11 @@ def test_mistakes_are_refused_before_pytorch_is_loaded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == len(REFUSED) and not any(tmp_path.iterdir())
+
+
+def test_helps_and_lists_do_not_load_pytorch(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", QUICK], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_will_be_trained_is_said_before_pytorch_is_loaded(tmp_path: Path) -> None:

@@ -1,16 +1,25 @@
-"""Selective scans to time: shapes by name, inputs of a shape, and mamba-ssm's recorded times on an H200."""
+"""Selective scans to time: shapes by name, inputs of a shape, and mamba-ssm's recorded times on an H200.
+
+PyTorch is imported only on use, so that the help can list the names.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mambacl.errors import UserError
 from mambacl.registry import did_you_mean
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 def _normal(device: torch.device) -> Callable[..., Tensor]:
+    import torch
+
     generator = torch.Generator(device).manual_seed(0)
     return lambda *sizes: torch.randn(sizes, generator=generator, device=device)
 
@@ -25,6 +34,8 @@ class Shape:
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """u, delta (b, l, d), A (d, n), always in float32, B, C (b, l, g, n); steps as in a trained model."""
+        import torch
+
         normal = _normal(device)
         tokens, matrices = (self.batch, self.length, self.channels), (self.batch, self.length, self.groups, self.states)
         delta = torch.nn.functional.softplus(normal(*tokens) - 3.0)
@@ -72,15 +83,20 @@ class Problem:
 
     def gradients(self, y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of all inputs."""
+        import torch
+
         return torch.autograd.grad(y, list(self.inputs.values()), self.dy)
 
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.inputs.values(), self.dy))
 
 
-def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
-    """Random inputs with steps as in a trained model, softplus(delta + delta_bias) of about 0.05."""
-    normal = _normal(device)
+def make_problem(shape: Shape, device: torch.device, dtype: torch.dtype | None = None) -> Problem:
+    """Random inputs with steps as in a trained model, softplus(delta + delta_bias) of about 0.05; float32 if no type is
+    given."""
+    import torch
+
+    normal, dtype = _normal(device), dtype or torch.float32
     tokens = (shape.batch, shape.channels, shape.length)
     matrices = (shape.batch, *([shape.groups] if shape.groups > 1 else []), shape.states, shape.length)
     inputs = {

@@ -12,7 +12,9 @@ from typing import Any
 
 from mambacl.cli.bench import bench, bench_against, bench_busy, bench_precision, bench_relaxation, bench_settings
 from mambacl.cli.command import Command
+from mambacl.cli.completion import COMPLETE, candidates, completion
 from mambacl.cli.data import data_check, data_list, data_prepare, data_show
+from mambacl.cli.doctor import doctor
 from mambacl.cli.models import convert, methods, models, plan
 from mambacl.cli.paper import paper
 from mambacl.cli.pretraining import pretrain
@@ -27,6 +29,7 @@ from mambacl.training.seconds import count_from_process_start
 FUNCTIONS = (
     train, resume, evaluate, report, audit, pretrain, paper, plan, data_list, data_prepare, data_check, data_show,
     bench, bench_against, bench_settings, bench_precision, bench_busy, bench_relaxation, models, methods, convert,
+    doctor, completion,
 )  # fmt: skip
 CONFIGS: dict[Any, type] = {pretrain: PretrainConfig}  # of commands with options other than a run's
 COMMANDS = {
@@ -39,20 +42,41 @@ BUSY = 0.5  # load per core above which the machine counts as busy
 SPINS = "2000"  # about as long as Python takes between two operations
 
 
+FIRST_STEPS = """\
+mambacl teaches a pre-trained Mamba model new classes without forgetting. To begin:
+
+  mambacl doctor
+      says what works on this machine, what is slow, and what to do about it
+  mambacl train demo
+      learns ten classes in five tasks from packaged images, in about 20 seconds
+  mambacl train images --stream.root photos --stream.tasks 5
+      learns your own images, in photos/train/CLASS/ and photos/test/CLASS/
+  mambacl report runs/*
+      compares the runs so far
+
+`mambacl --help` lists all commands, `mambacl COMMAND --help` explains one."""
+
+
 def usage(first: str = "") -> str:
-    """All commands, or those that begin with the word `first`."""
-    chosen = [command for name, command in COMMANDS.items() if not first or name.split()[0] == first]
-    lines = [f"  {command.name:14} {command.summary}" for command in chosen]
-    return "\n".join(
-        [f"usage: mambacl {first or 'COMMAND'} ...", "", "Teaches a Mamba model new classes without forgetting.",
-         "", *lines, "", "For details: `mambacl COMMAND --help`."]
-    )  # fmt: skip
+    """All commands, without those that the help of another lists, such as `bench against`; or the commands that begin
+    with the word `first`."""
+    from mambacl.cli.help import rows
+
+    inner = [name for name in COMMANDS if " " in name and name.split()[0] in COMMANDS]
+    chosen = [COMMANDS[name] for name in COMMANDS if (name.split()[0] == first if first else name not in inner)]
+    lines = rows([(command.name, command.summary) for command in chosen])
+    head = [f"usage: mambacl {first or 'COMMAND'} ...", f"example: {chosen[0].example}"]
+    about = [] if first else ["", "Teaches a pre-trained Mamba model new classes without forgetting."]
+    return "\n".join([*head, *about, "", *lines, "", "For details: `mambacl COMMAND --help`."])
 
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if arguments else 2
+        print(usage() if arguments else FIRST_STEPS)
+        return 0
+    if arguments[0] == COMPLETE:
+        print("\n".join(candidates(COMMANDS, arguments[1:])))
+        return 0
     if arguments[0] == "--version":
         from importlib.metadata import version
 

@@ -10,14 +10,14 @@ from mambacl.errors import UserError
 from mambacl.options import Must, at_least
 
 
-def _parts() -> str:  # a function, because the names need PyTorch
-    from mambacl.bench import PARTS
+def _parts() -> str:  # a function, because it is rarely needed
+    from mambacl.bench.names import PARTS
 
     return "; ".join(f"{name}: {sentence}" for name, sentence in PARTS.items()) + "; default: all"
 
 
 def _shapes() -> str:
-    from mambacl.bench import SHAPES
+    from mambacl.bench.shapes import SHAPES
 
     return f"scans to time: {', '.join(SHAPES)}; default: those that suit the device"
 
@@ -58,10 +58,10 @@ def bench_against(
     json: Json = None,
     commit: Annotated[str | None, "commit to record in the JSON if the package is not in a git checkout"] = None,
 ) -> None:
-    """compare the scan with other implementations, after checking that they agree
+    """compare the scan with other implementations: `mambacl bench against --device cpu --threads 2`
 
-    Times the selective scan and all other installed implementations in turn, in one process. Install them with
-    pip install 'mambacl[bench]'."""
+    Checks that they agree, then times the selective scan and all other installed implementations in turn, in one
+    process. Install them with pip install 'mambacl[bench]'."""
     from mambacl.bench.against import against
 
     against(device, shape, json, threads, rounds, commit)
@@ -78,9 +78,9 @@ def bench_settings(
     images: Annotated[int, "images per task, for the covariances", at_least(1)] = 500,
     json: Json = None,
 ) -> None:
-    """time a training step after some consolidated tasks in each setting: sequential, public-code, exact
+    """time a training step after some tasks, in each setting: `mambacl bench settings --batch 32 --precision float32`
 
-    Covariances come from the packaged images, so that ranks are realistic."""
+    Settings: sequential, public-code, exact. Covariances come from the packaged images, so that ranks are realistic."""
     from mambacl.bench.result import publish
     from mambacl.bench.settings import measure
 
@@ -96,9 +96,9 @@ def bench_precision(
     device: Where = "auto",
     json: Json = None,
 ) -> None:
-    """compare complete runs in float32, tf32 and bf16 over several seeds: accuracy, forgetting, seconds
+    """compare complete runs in float32, tf32 and bf16: `mambacl bench precision --root data/cifar100 --seeds 3`
 
-    Finished runs in the folder are not trained again."""
+    Shows accuracy, forgetting and seconds. Finished runs in the folder are not trained again."""
     from mambacl.bench.result import publish
     from mambacl.bench.runs import compare_precisions
 
@@ -111,7 +111,7 @@ def bench_busy(
     others: Annotated[int, "other programs, each with one thread per core", at_least(1)] = 1,
     json: Json = None,
 ) -> None:
-    """time a training step on a shared CPU for each way in which OpenMP's threads can wait
+    """time a training step on a shared CPU for each way in which threads can wait: `mambacl bench busy --others 2`
 
     Takes about a minute on two cores."""
     from mambacl.bench.busy import busy
@@ -128,7 +128,7 @@ def bench_relaxation(
     lr: Annotated[float, "learning rate"] = 2e-3,
     json: Json = None,
 ) -> None:
-    """measure what training A gains, at equal drift of the old features
+    """measure what training A gains, at equal drift of the old features: `mambacl bench relaxation --seeds 1`
 
     docs/exact.md explains it. Takes about 4 minutes on two cores, one on an H200."""
     from mambacl.bench.relaxation import measure

@@ -9,6 +9,7 @@ command's configuration, usually a run's, as a nested mapping. Type hints define
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -64,7 +65,14 @@ class Command:
 
     @property
     def summary(self) -> str:
-        return (self.function.__doc__ or "").split("\n\n")[0]
+        """One sentence, without the example after it."""
+        return re.sub(r": `mambacl [^`]*`$", "", " ".join((self.function.__doc__ or "").split("\n\n")[0].split()))
+
+    @property
+    def example(self) -> str:
+        """The first call of the command that the docstring quotes."""
+        found = re.search(rf"`(mambacl {self.name}\b[^`]*)`", " ".join((self.function.__doc__ or "").split()))
+        return found[1] if found else ""
 
     @property
     def see(self) -> str:

@@ -26,7 +26,7 @@ InScenario = Annotated[Scenario | None, "domain: each domain is a task"]
 
 
 def data_list() -> None:
-    """list the data sets, their sizes and the files in their root"""
+    """list the data sets, their sizes and the files in their root: `mambacl data list`"""
     from mambacl.data import DATASETS, SOURCES
 
     print(f"{'name':20} {'classes':>7} {'training':>9} {'test':>8}  what it is")
@@ -46,7 +46,9 @@ def data_prepare(
     source: Annotated[list[str] | None, "an archive, a folder of them, or another URL; can be repeated"] = None,
     lists: Annotated[str | None, "folder with the public split lists"] = None,
 ) -> int:
-    """download and unpack a public data set; repeat the command to continue"""
+    """download and unpack a public data set: `mambacl data prepare cifar100 --root data/cifar100`
+
+    After an interruption, the same command continues."""
     if root is None:
         raise UserError("Name the folder for the data set: --root DIR.")
     from mambacl.data.preparing import missing, prepare
@@ -74,7 +76,7 @@ def data_check(
     order_seed: OrderSeed = None,
     scenario: InScenario = None,
 ) -> int:
-    """read and count all images; find missing, damaged and duplicate ones"""
+    """read all images; find missing, damaged and duplicate ones: `mambacl data check folders --root photos`"""
     from mambacl.data import DATASETS, StreamConfig, check_dataset
     from mambacl.data.checking import Finding
     from mambacl.data.config import TEST_SHARE
@@ -119,7 +121,9 @@ def data_show(
     order_seed: OrderSeed = None,
     scenario: InScenario = None,
 ) -> None:
-    """print the tasks of a stream with classes and counts, and draw some of their images in a PNG"""
+    """print the tasks of a stream and draw some of their images: `mambacl data show folders --root photos --tasks 5`
+
+    Prints classes and counts, and writes the images to a PNG."""
     from mambacl.data import open_data
     from mambacl.data.preview import preview_tasks
     from mambacl.scenarios import SCENARIOS

@@ -38,9 +38,10 @@ def command_help(command: Command, arguments: Sequence[str], below: Sequence[Com
              for option in command.positionals]  # fmt: skip
     words += [f"[{command.rest.name.upper()} ...]"] if command.rest else []
     words += ["[--OPTION VALUE ...]"] if command.options or command.takes_run_options else []
-    summary, _, more = (command.function.__doc__ or "").partition("\n\n")
-    lines = [f"usage: mambacl {command.name} {' '.join(words)}".rstrip(), ""]
-    lines += [*wrap(summary[0].upper() + summary[1:]), ""]
+    summary, more = command.summary, (command.function.__doc__ or "").partition("\n\n")[2]
+    lines = [f"usage: mambacl {command.name} {' '.join(words)}".rstrip()]
+    lines += [f"example: {command.example}"] if command.example else []
+    lines += ["", *wrap(summary[0].upper() + summary[1:] + "."), ""]
     lines += [*wrap(more), ""] if more else []
     for option in [*command.positionals, *([command.rest] if command.rest else [])]:
         lines += _row(option.name.upper(), option.text)
@@ -175,11 +176,17 @@ def _summary(kind: type) -> str:
     return (kind.__doc__ or "").split(".")[0].strip()
 
 
-def _row(left: str, words: str) -> list[str]:
-    lines = wrap(words, taken=COLUMN + 2) or [""]
-    first = [f"  {left}"] if len(left) >= COLUMN else []
-    rows = [f"  {'' if first or number else left:{COLUMN}}{line}" for number, line in enumerate(lines)]
-    return [line.rstrip() for line in [*first, *rows]]
+def _row(left: str, words: str, column: int = COLUMN) -> list[str]:
+    lines = wrap(words, taken=column + 2) or [""]
+    first = [f"  {left}"] if len(left) >= column else []
+    made = [f"  {'' if first or number else left:{column}}{line}" for number, line in enumerate(lines)]
+    return [line.rstrip() for line in [*first, *made]]
+
+
+def rows(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Names and what they mean, in two columns."""
+    column = max(len(name) for name, _ in pairs) + 2
+    return [line for name, words in pairs for line in _row(name, words, column)]
 
 
 def _placeholder(kind: Any) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,48 +65,60 @@ def plan(
 
 
 def models(name: Annotated[str, "only models whose name contains this"] = "") -> None:
-    """list the backbones: size, FLOPs, and their weights with accuracy, data set, licence, file"""
-    import torch
+    """list the backbones, with their sizes, FLOPs and weights: `mambacl models vim`
 
-    from mambacl.backbones import create_model
-    from mambacl.backbones.flops import count_flops
-    from mambacl.backbones.registry import MODELS
-
-    names = [other for other in sorted(MODELS.names()) if name in other]
+    Shows accuracy, data set, licence and file of the weights."""
+    known = catalogue()
+    names = [other for other in known["models"] if name in other]
     if not names:
-        raise UserError(f"No model's name contains '{name}'.{did_you_mean(name, MODELS.names())}")
-    longest = max(len(tag) for name in names for tag in (*MODELS.get(name).weights, "weights"))
+        raise UserError(f"No model's name contains '{name}'.{did_you_mean(name, known['models'])}")
+    longest = max(len(tag) for name in names for tag in (*known["models"][name]["weights"], "weights"))
     head = f"{'name':26} {'parameters':>11} {'px':>4} {'GFLOP':>7}"
     print(f"{head}  {'weights':{longest}} {'top-1':>5}  data, licence, file")
     for name in names:
-        with torch.device("meta"):
-            model: Any = create_model(name).eval()
-        size, weights = model.default_cfg["input_size"][-1], MODELS.get(name).weights
-        count, flops = sum(p.numel() for p in model.parameters()), count_flops(model, size)[0]
-        about = f"{name:26} {count / 1e6:>9.2f} M {size:>4} {flops / 1e9:>7.2f}"
-        for tag, w in weights.items():
-            top1, file = f"{w.top1:.1f}" if w.top1 else "", "in the package" if w.packaged else w.file
-            print(f"{about}  {tag:{longest}} {top1:>5}  {w.data}, {w.licence}, {file}", flush=True)
+        entry = known["models"][name]
+        about = f"{name:26} {entry['parameters'] / 1e6:>9.2f} M {entry['pixels']:>4} {entry['flops'] / 1e9:>7.2f}"
+        for tag, w in entry["weights"].items():
+            top1 = f"{w['top1']:.1f}" if w["top1"] else ""
+            print(f"{about}  {tag:{longest}} {top1:>5}  {w['data']}, {w['licence']}, {w['file']}")
             about = " " * len(about)
-        if not weights:
-            print(f"{about}  none", flush=True)
+        if not entry["weights"]:
+            print(f"{about}  none")
     print("\nGFLOP of one image: multiply-adds count as two, elementwise operations not at all, the scan as 9 "
           "operations per token, channel and state. top-1: per cent on the data set, as published. "
           "--pretrained TAG chooses weights; the first of a model are its default.")  # fmt: skip
     if "defocus_mamba_large_22k" in names:
-        with torch.device("meta"):
-            model = create_model("defocus_mamba_large_22k", num_classes=1000, head_type="IN1k_cls", use_aux_loss=False)
-        total, scan = (operations / 1e9 for operations in count_flops(model.eval(), 192))
+        total, scan = (known["linear_head"][key] / 1e9 for key in ("flops", "scan"))
         print(f"De-focus-L with a linear head at 192 px: {total:.1f}, or {total - scan:.1f} without the scan; "
               "the paper says 91.7.")  # fmt: skip
 
 
-def methods() -> None:
-    """list the continual-learning methods"""
-    from mambacl.methods import METHODS
+def catalogue() -> dict[str, Any]:
+    """What `mambacl models` shows, with the models of other packages, if there are any."""
+    from importlib.metadata import entry_points  # late: importing this is slow
 
-    for name in METHODS.names():
-        print(f"{name:14} {METHODS.get(name).summary}")
+    known = recorded()
+    if "mambacl.backbones.registry" in sys.modules or entry_points(group="mambacl.backbones"):
+        from mambacl.backbones.catalogue import described
+        from mambacl.backbones.registry import MODELS
+
+        others = {name: described(name) for name in MODELS.names() if name not in known["models"]}
+        known["models"] = dict(sorted((known["models"] | others).items()))
+    return known
+
+
+def recorded() -> dict[str, Any]:
+    """What `backbones.catalogue` has recorded. Its file is read here, because importing the backbones imports
+    PyTorch."""
+    return json.loads((files("mambacl") / "backbones" / "catalogue.json").read_text(encoding="utf-8"))
+
+
+def methods() -> None:
+    """list the continual-learning methods: `mambacl methods`"""
+    from mambacl.methods.registry import summaries
+
+    for name, summary in summaries().items():
+        print(f"{name:14} {summary}")
 
 
 def convert(

@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from mambacl.lazy import members
+from mambacl.lazy import constant, members
 from mambacl.registry import Registry
 
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
     "method", "mambacl.methods", members("mambacl.methods", __file__, besides=("base", "registry"))
 )
+
+
+def summaries() -> dict[str, str]:
+    """One phrase per method. Those of this package are read from the source."""
+    return {
+        name: constant(METHODS.own[name], "summary") if name in METHODS.own else METHODS.get(name).summary
+        for name in METHODS.names()
+    }

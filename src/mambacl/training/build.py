@@ -1,8 +1,7 @@
 """Builds the parts of a run from its configuration: device, model, stream and method."""
 
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -147,16 +146,14 @@ def build(
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Runs `work` in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
+    """Runs `work` in a thread that Python waits for at exit.
 
-    def do() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=do, daemon=True).start()
+    It kills a daemon thread when that next asks for the GIL. Inside PyTorch, which gives it up even to free a tensor,
+    this aborts the process: the user's mistake would end in "terminate called without an active exception".
+    """
+    pool = ThreadPoolExecutor(max_workers=1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
     return future
 
 

@@ -1,0 +1,40 @@
+"""Work in the background of a run that fails."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The mistake is found at once. The background is in PyTorch until long after, and asks for the GIL many times.
+SLOW_BACKGROUND = """
+import sys
+import time
+
+import torch
+
+from mambacl.cli import main
+from mambacl.data import Stream
+
+describe = Stream.describe
+
+
+def slowly(stream):
+    square, end = torch.ones(100, 100), time.monotonic() + 1
+    while time.monotonic() < end:
+        square @ square
+    print("described", flush=True)
+    return describe(stream)
+
+
+Stream.describe = slowly
+sys.exit(main(["train", "demo", "--pretrained", "missing.pth"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_sentence_whatever_the_background_does(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SLOW_BACKGROUND], cwd=tmp_path, capture_output=True, text=True)
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith("mambacl: There is no weights file")
+    assert (done.returncode, done.stdout) == (2, "described\n")
