@@ -61,8 +61,8 @@ class RunConfig(Options):
     backbone: str = "defocus_mamba_nano"
     """model to train; `mambacl models` lists them"""
     pretrained: bool | str = True
-    """true for the model's default weights, the tag of others (`mambacl models` lists them), or the path of a
-    checkpoint; false starts from random weights"""
+    """true for the model's default weights, the tag of others (`mambacl models` lists them), the path of a checkpoint,
+    or a run's folder, for the backbone that it trained; false starts from random weights"""
     known_classes: bool = False
     """the checkpoint already knows the classes of the first task: use its classifier, train nothing in that task, and
     use its images only to find what to protect"""
@@ -234,8 +234,10 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if config.stream.root is not None:
         root = str(expanded(config.stream.root).absolute())
         changes["stream"] = dataclasses.replace(config.stream, root=root)
-    if isinstance(config.pretrained, str) and not is_word(config.pretrained):  # a word is a tag
-        changes["pretrained"] = str(expanded(config.pretrained).absolute())
+    given = config.pretrained
+    # a word is a tag, unless it is the name of a run's folder
+    if isinstance(given, str) and (not is_word(given) or (Path(given) / "config.yaml").is_file()):
+        changes["pretrained"] = str(expanded(given).absolute())
     return dataclasses.replace(config, **changes)
 
 

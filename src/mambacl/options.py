@@ -43,6 +43,17 @@ WORDS = {
     type(None): "null",
 }
 REQUIRED = inspect.Parameter.empty
+SYNONYMS = {
+    "learning_rate": "lr",
+    "epochs": "passes",
+    "data": "root",
+    "data_dir": "root",
+    "model": "backbone",
+    "weights": "pretrained",
+    "checkpoint": "pretrained",
+    "output": "out",
+}
+"""what other tools call an option, and its name here"""
 
 
 class OptionError(UserError):
@@ -231,9 +242,12 @@ def sentences_of(kind: Any) -> dict[str, str]:
 
 
 def suggestion(name: str, known: Iterable[str], before: str = "") -> str:
-    """' Did you mean ...?' if a known name is close; prefers one with the same last word (training.lr for lr)."""
+    """' Did you mean ...?' if a known name is close; prefers one with the same last word (training.lr for lr), or with
+    a synonym of it (training.lr for learning-rate)."""
     known = list(known)
-    same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    last = name.rpartition(".")[2].replace("-", "_")
+    wanted = (last, SYNONYMS.get(last, last))
+    same = [other for other in known if other.rpartition(".")[2] in wanted]
     hint = f" Did you mean '{same[0]}'?" if same else did_you_mean(name, known)
     return hint.replace("'", f"'{before}", 1)
 

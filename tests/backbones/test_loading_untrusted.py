@@ -160,7 +160,7 @@ def test_a_file_cannot_reach_through_a_harmless_name(target, tmp_path):
 def test_a_missing_file_is_named(target, tmp_path):
     with pytest.raises(UserError, match=r"no weights file .*w\.pth; give the path"):
         load_weights(target, tmp_path / "w.pth")
-    with pytest.raises(UserError, match="no weights file"):
+    with pytest.raises(UserError, match="is a folder; give the path"):
         load_weights(target, tmp_path)
 
 

@@ -94,6 +94,26 @@ def test_out_is_the_folder_of_all_compared_runs(
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_several_seeds_give_means_and_deviations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--training.passes=1", "--stream.tasks=[5,5]", "--seeds", "1,4"]
+    options += ["--method", "frozen", "--compare", "sequential"]
+    config = str(write_config(tmp_path))
+    assert main(["train", config, *options]) == 0
+    made = {f"small-{method}-{seed}" for method in ("frozen", "sequential") for seed in (1, 4)}
+    assert {path.name for path in Path("runs").iterdir()} == {*made, "small-comparison-1-4"}
+    printed = capsys.readouterr().out
+    for method in ("frozen", "sequential"):
+        [row] = [line for line in printed.splitlines() if line.startswith(method)]
+        assert "±" in row
+    assert main(["train", config, *options[:-2], "--out", "mine"]) == 0
+    assert {path.name for path in Path("mine").iterdir()} == {"frozen-1", "frozen-4", "small-comparison-1-4"}
+
+
 EARLY: list[tuple[list[str], str]] = [  # refused before PyTorch is loaded
     (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
     (["train"], "Name what to train"),
@@ -103,8 +123,14 @@ EARLY: list[tuple[list[str], str]] = [  # refused before PyTorch is loaded
     (["train", "demo", "--training.lr"], "The option --training.lr needs a value: a number."),
     (["train", "demo", "--method", "mamba"], "no method 'mamba'. Did you mean"),
     (["train", "demo", "--compare", "sequentiel"], "no method 'sequentiel'. Did you mean 'sequential'?"),
+    (["train", "demo", "--seeds", "3"], "--seeds takes the seeds of several runs, as in 0,1,2, got '3'; --seed takes"),
+    (["train", "demo", "--seeds", "0,one"], "--seeds takes the seeds of several runs"),
+    (["train", "demo", "--seeds", "0,1", "--seed", "2"], "--seed and --seeds exclude each other: remove one."),
     (["train", "demo", "--stream.transforms.mean", "[0.5]"], "mean must be three numbers"),
     (["train", "demo", "--lr", "1"], "no option '--lr'. Did you mean '--training.lr'?"),
+    (["train", "demo", "--learning-rate", "3"], "no option '--learning-rate'. Did you mean '--training.lr'?"),
+    (["train", "demo", "--training.epochs", "3"], "no option '--training.epochs'. Did you mean '--training.passes'?"),
+    (["train", "demo", "--training.lr", "nan"], "training.lr takes a number, got 'nan'."),
     (["train", "demo", "--training", "5"], "The option '--training' is a group"),
     (["train", "demo", "--training.lr", ".inf"], "training.lr must be finite and at least 0"),
     (["train", "demo", "--nullspace.rank", "energy"], "needs a share between 0 and 1, as in energy:0.99"),

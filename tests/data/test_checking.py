@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from PIL import Image
 
 from mambacl.cli import main
 from mambacl.data import DATASETS, ArrayImages, DataSet, check_dataset, open_dataset
+from mambacl.errors import UserError
 
 
 def findings(dataset: DataSet, name: str = "folders") -> dict[str, list[str]]:
@@ -137,3 +140,21 @@ def test_wrong_words(words: list[str], sentence: str, capsys: pytest.CaptureFixt
     assert main(["data", *words]) == 2
     error = capsys.readouterr().err
     assert sentence in error and len(error.splitlines()) == 1
+
+
+def test_each_kind_of_bad_file_is_called_by_its_name(tmp_path: Path) -> None:
+    make_tree(tmp_path)
+    (tmp_path / "train" / "ant" / "broken.png").write_text("a text")
+    (tmp_path / "train" / "ant" / "truncated.png").write_text("another")
+    header = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 15_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    end = struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+    (tmp_path / "train" / "bee" / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + end)
+    dataset = open_dataset("folders", tmp_path)
+    found = findings(dataset)
+    assert list(found) == ["2 files are unreadable", "1 file is too large"]
+    assert all("cannot be read as an image (unknown image format)" in name for name in found["2 files are unreadable"])
+    with pytest.raises(
+        UserError, match=r"huge\.png is too large \(300 megapixels, at most 179 .*: shrink or remove it"
+    ):
+        dataset.train.image(len(dataset.train.labels) - 1)

@@ -163,6 +163,16 @@ def test_another_way_of_training_is_said(seeds: list[RunRecord], tmp_path: Path)
     assert not said([*seeds, make_run(tmp_path / "same", training={"passes": 50, "lr": 2e-4, "workers": 4})])
     changed = make_run(tmp_path / "b", method="sequential", recipe="public-code", training={"passes": 5, "lr": 2e-4})
     assert said([changed]) == ["Mamba-Seq: ours are trained differently from the paper: recipe public-code, passes 5"]
+    fewer = make_run(tmp_path / "c", stream={"train_per_class": 200})
+    assert said([fewer]) == ["Mamba-CL: ours are trained differently from the paper: train_per_class 200"]
+
+
+def test_the_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"compare with a table of the paper: {', '.join(table_names())}" in words
+    assert main(["paper", "--help"]) == 0
+    assert "which --dry-run lists" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path: Path) -> None:

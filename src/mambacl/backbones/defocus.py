@@ -18,6 +18,7 @@ from mambacl.backbones.layers import (
     Backbone,
     PatchEmbed,
     RMSNorm,
+    check_floating,
     check_positive,
     drop_path,
     drop_path_rates,
@@ -252,6 +253,7 @@ class DefocusMamba(Backbone):
             raise UserError(
                 f"De-focus Mamba needs images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}."
             )
+        check_floating(images)
         height, width = images.shape[-2:]
         patch = self.config.patch_size * self.patch_embed.regions
         if height % patch or width % patch:

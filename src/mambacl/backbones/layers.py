@@ -69,6 +69,15 @@ def check_positive(config: object, *names: str) -> None:
             raise UserError(f"{name} must be positive, got {getattr(config, name)}.")
 
 
+def check_floating(images: Tensor) -> None:
+    if not images.is_floating_point():
+        kind = str(images.dtype).removeprefix("torch.")
+        raise UserError(
+            f"The model needs images of floating-point numbers, got {kind}: divide bytes by 255, subtract the mean and "
+            'divide by the standard deviation in default_cfg ("mean", "std").'
+        )
+
+
 def chosen_indices(count: int, indices: int | Sequence[int] | None, option: str = "indices") -> list[int]:
     """Which of `count` depths these are, as in timm, in ascending order: all (None), the last n (an int), or a list
     that counts from 0, or from the end if negative. `option`: the name for error messages."""

@@ -82,6 +82,8 @@ def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor],
     """Reads a .safetensors file or a public .pth. Returns the tensors by name, without a leading "module.", and the
     foreign classes in the .pth that were made inert."""
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the path of a .safetensors or .pth file.")
     if not path.is_file():
         raise UserError(f"There is no weights file {path}; give the path of a .safetensors or .pth file.")
     if path.suffix == ".safetensors":
@@ -141,6 +143,11 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
         account.loaded.append(name)
     account.missing = [name for name in own if name not in account.loaded]
     lost = [n for n in account.missing if not n.startswith(heads) and not n.endswith("num_batches_tracked")]
+    if lost and any(name.startswith("method.") for name in stored):
+        raise UserError(
+            f"{path} holds what a run trained, without the rest of its backbone: start another run from it with "
+            "--pretrained RUN, the run's folder."
+        )
     if lost:
         shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise UserError(

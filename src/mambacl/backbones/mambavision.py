@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mambacl import ops
 from mambacl.backbones.layers import (
     Backbone,
+    check_floating,
     check_positive,
     drop_path,
     drop_path_rates,
@@ -270,6 +271,7 @@ class MambaVision(Backbone):
     def embed(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1] != 3 or 0 in images.shape:
             raise UserError(f"MambaVision needs images of shape (b, 3, height, width), got {tuple(images.shape)}.")
+        check_floating(images)
         return self.patch_embed(images)
 
     def run_depth(self, index: int, x: Tensor) -> Tensor:

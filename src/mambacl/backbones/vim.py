@@ -18,6 +18,7 @@ from mambacl.backbones.layers import (
     Backbone,
     PatchEmbed,
     RMSNorm,
+    check_floating,
     check_positive,
     drop_path,
     drop_path_rates,
@@ -272,6 +273,7 @@ class Vim(Backbone):
         """The grid of patches of the images."""
         if images.dim() != 4 or images.shape[1] != 3:
             raise UserError(f"Vim needs images (b, 3, height, width), got a tensor of shape {tuple(images.shape)}.")
+        check_floating(images)
         return self.config.grid(images.shape[2], images.shape[3])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mambacl import ops
 from mambacl.backbones.layers import (
     Backbone,
+    check_floating,
     check_positive,
     drop_path,
     drop_path_rates,
@@ -347,6 +348,7 @@ class VMamba(Backbone):
                 f"This model needs images (batch, {channels}, height, width) of at least {least} x {least} pixels, "
                 f"got {tuple(images.shape)}."
             )
+        check_floating(images)
         return images
 
 

@@ -79,9 +79,10 @@ def data_check(
     """read all images; find missing, damaged and duplicate ones: `mambacl data check folders --root photos`"""
     from mambacl.data import DATASETS, StreamConfig, check_dataset
     from mambacl.data.checking import Finding
+    from mambacl.data.config import TEST_SHARE
     from mambacl.data.preparing import not_public
 
-    dataset = DATASETS.get(name)(None if root is None else expanded(root))
+    dataset = DATASETS.get(name)(None if root is None else expanded(root)).with_test_images(TEST_SHARE)
     given = {"first_task": first_task, "order": order, "order_seed": order_seed}
     config = _changed(StreamConfig(), tasks, root=root, scenario=scenario, **given)
     named = config.own_tasks or tasks or config.by_domain

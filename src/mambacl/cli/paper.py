@@ -36,7 +36,9 @@ def paper(
     ] = None,
     out: Annotated[Path, "write runs and results to OUT/SCALE"] = Path("runs/paper"),
     seeds: Annotated[int | None, f"number of seeds (default {SEEDS})", at_least(1)] = None,
-    only: Annotated[str, "only runs whose names contain one of these words, separated by commas"] = "",
+    only: Annotated[
+        str, "only runs whose names, which --dry-run lists, contain one of these words, separated by commas"
+    ] = "",
     dry_run: Annotated[bool, "only print the runs and their states"] = False,
     **overrides: Any,
 ) -> None:

@@ -6,18 +6,25 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mambacl.cli.training import AnotherDevice, RunPath
+from mambacl.cli.training import AnotherDevice, Imports, NewRoot, RunPath, import_files
 from mambacl.errors import UserError
 from mambacl.options import at_least
 
 Format = Literal["text", "markdown", "latex", "csv"]
 
 
+def _tables() -> str:
+    from mambacl.paper.quoted import table_names
+
+    return f"compare with a table of the paper: {', '.join(table_names())}"
+
+
 def report(
     *run: RunPath,
-    out: Annotated[Path | None, "folder for the page"] = None,
+    out: Annotated[Path | None, "folder for the page; default: the run's, or comparison next to the runs"] = None,
+    overwrite: Annotated[bool, "replace a report of other runs in that folder"] = False,
     format: Annotated[Format, "format of the printed table"] = "text",
-    table: Annotated[str | None, "compare with a table of the paper: main, ablation, ..."] = None,
+    table: Annotated[str | None, _tables] = None,
     import_: Annotated[
         list[Path] | None, "accuracies from PILOT, Mammoth, Avalanche, or as CSV or JSON; can be repeated"
     ] = None,
@@ -47,20 +54,26 @@ def report(
         folders = [path for path in folders if path not in pages]
     if table:
         metrics = {"accuracy": accuracy, "forgetting": forgetting}
-        return _compare_with_paper(table, format, out, metrics, [*(load_run(path) for path in folders), *imported])
-    page = write_report(folders, out, imported)
+        records = [*(load_run(path) for path in folders), *imported]
+        return _compare_with_paper(table, format, out, overwrite, metrics, records)
+    page = write_report(folders, out, imported, overwrite)
     compared = comparison_table([*(load_run(path) for path in folders), *imported])
     print({"text": to_text, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}[format](compared))
     print(f"Report: {page}", file=sys.stderr)
 
 
 def _compare_with_paper(
-    table: str, format: Format, out: Path | None, metrics: dict[str, str | None], records: list[Any]
+    table: str,
+    format: Format,
+    out: Path | None,
+    overwrite: bool,
+    metrics: dict[str, str | None],
+    records: list[Any],
 ) -> None:
     from mambacl.paper.comparison import MetricNames, compare_with_paper
     from mambacl.paper.page import as_table, long_csv, write_paper_table
     from mambacl.reports.rendering import to_latex, to_markdown, to_text
-    from mambacl.reports.writing import comparison_folder
+    from mambacl.reports.writing import RUNS, remembered, report_folder, write_files
 
     compared = compare_with_paper(table, records, MetricNames(**{key: name for key, name in metrics.items() if name}))
     if format == "csv":
@@ -68,8 +81,10 @@ def _compare_with_paper(
     else:
         print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[format](as_table(compared)))
     if records or out:  # the paper's values alone are only printed
-        target = out or comparison_folder([record.folder for record in records])
+        folders, page = [record.folder for record in records], f"paper-{table}.html"
+        target = report_folder(out, folders, page, overwrite)
         print(f"Report: {write_paper_table(compared, target)}", file=sys.stderr)
+        write_files(target, {RUNS: remembered(target, page, folders)})
 
 
 def audit(
@@ -77,6 +92,8 @@ def audit(
     *,
     task: Annotated[int | None, "show each block for this task, counted from 1", at_least(1)] = None,
     device: AnotherDevice = None,
+    root: NewRoot = None,
+    import_: Imports = None,
 ) -> None:
     """measure how far a run's features have drifted, and how far updates were projected: `mambacl audit RUN`
 
@@ -87,7 +104,8 @@ def audit(
     from mambacl.reports.rendering import to_text
     from mambacl.training.api import audit as audit_run
 
-    found = audit_run(run, device)
+    import_files(import_)
+    found = audit_run(run, device, root)
     known = [entry["task"] + 1 for entry in found["tasks"]]
     if task is not None and task not in known:
         kept = f"it kept those of tasks {', '.join(map(str, known))}" if known else "train with --audit-images N"

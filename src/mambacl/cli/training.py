@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,19 +26,24 @@ ERASE = "\r\x1b[2K"
 REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
+NewRoot = Annotated[Path | None, "where the data are now, if they have moved; they must be the same"]
+Imports = Annotated[list[Path] | None, "a Python file that registers methods, models or the like"]
 
 
 def train(
     preset: Annotated[str | None, "a preset, or a YAML file with options"] = None,
     *,
     compare: Annotated[str, "further methods, comma-separated, on the same stream"] = "",
+    seeds: Annotated[str, "several seeds, as in 0,1,2: a run for each; prints mean and deviation"] = "",
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
+    import_: Imports = None,
     **overrides: Any,
 ) -> None:
     """train a preset or file: `mambacl train demo --method sequential --training.lr 1e-3`"""
     from mambacl.methods.registry import METHODS
 
+    import_files(import_)
     if skip_bad:
         overrides = merge(overrides, {"stream": {"skip_bad": True}})
     if preset is None and not overrides:
@@ -44,12 +51,15 @@ def train(
     first = resolve(preset, overrides)
     methods = [first.method, *(name.strip() for name in compare.split(",") if name.strip())]
     methods = list(dict.fromkeys(methods))
+    chosen = _seeds(seeds, overrides) or [first.seed]
     configs = []
     for method in methods:
-        # with several methods, --out is the parent of their folders
-        out = str(Path(first.out) / method) if first.out and len(methods) > 1 else first.out
-        configs.append(resolve(preset, {**overrides, "method": method, "out": out}))
         METHODS.check(method)  # finds a mistake in the last before training the first
+        for seed in chosen:
+            out = first.out
+            if out and len(methods) * len(chosen) > 1:  # then --out is the parent of the runs' folders
+                out = str(Path(out) / (f"{method}-{seed}" if seeds else method))
+            configs.append(resolve(preset, {**overrides, "method": method, "seed": seed, "out": out}))
     run_training = _loaded([f"{c.name} with {c.method} on {c.backbone}, to {c.folder}" for c in configs])
     try:
         runs = [run_training(config, overwrite=overwrite) for config in configs]
@@ -57,7 +67,17 @@ def train(
         if len(configs) > 1:
             print("mambacl: repeat the command to continue the comparison.", file=sys.stderr)
         raise
-    _show(runs, first)
+    parent = Path(first.out) if first.out else first.folder.parent
+    _show(runs, parent / f"{first.name}-comparison-{'-'.join(map(str, chosen))}")
+
+
+def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words and "seed" in overrides:
+        raise UserError("--seed and --seeds exclude each other: remove one.")
+    if not all(word.isdecimal() for word in words) or len(words) == 1:
+        raise UserError(f"--seeds takes the seeds of several runs, as in 0,1,2, got '{text}'; --seed takes one seed.")
+    return list(dict.fromkeys(map(int, words)))
 
 
 @contextmanager
@@ -83,13 +103,18 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.pages",))
     loading.daemon = True
     loading.start()
+    # A thread that still imports while Python shuts down can crash it; exit functions run last to first.
+    atexit.register(loading.join)
+    atexit.register(loading.cancel)
     return run_training
 
 
-def _show(runs: list[Run], config: Any) -> None:
+def _show(runs: list[Run], comparison: Path | None = None) -> None:
+    """Writes a report of each run and, if there are several, one that compares them; prints the table."""
     with status("writing the report"):
         from mambacl.reports import comparison_table, load_run, write_report
         from mambacl.reports.rendering import to_text
+        from mambacl.reports.writing import report_folder
         from mambacl.training.folder import RunFolder
 
     for run in runs:
@@ -99,19 +124,20 @@ def _show(runs: list[Run], config: Any) -> None:
         if run.trained:
             RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
     if len(runs) > 1:
-        parent = Path(config.out) if config.out else runs[0].folder.parent
-        page = write_report([run.folder for run in runs], parent / f"{config.name}-comparison-{config.seed}")
+        folders = [run.folder for run in runs]
+        page = write_report(folders, report_folder(comparison, folders, numbered=True))
     print(to_text(comparison_table([load_run(run.folder) for run in runs])))
     print(f"\nReport: {page}")
 
 
-def resume(run: RunPath, *, device: AnotherDevice = None) -> None:
+def resume(run: RunPath, *, device: AnotherDevice = None, root: NewRoot = None, import_: Imports = None) -> None:
     """continue a run after an interruption, from its last checkpoint: `mambacl resume RUN`"""
     _check_folder(run)
+    import_files(import_)
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
-    _show([resume_run(run, device)], None)
+    _show([resume_run(run, device, root)])
 
 
 def evaluate(
@@ -120,13 +146,16 @@ def evaluate(
     batch_size: Annotated[int | None, "images per batch; affects only the speed", at_least(1)] = None,
     device: AnotherDevice = None,
     scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
+    root: NewRoot = None,
+    import_: Imports = None,
 ) -> None:
     """evaluate a run's last checkpoint again, on all tasks learned: `mambacl evaluate RUN`"""
     _check_folder(run)
+    import_files(import_)
     with status("loading PyTorch"):
         from mambacl.training.api import evaluate as evaluate_run
 
-    again = evaluate_run(run, batch_size, device, scenario)
+    again = evaluate_run(run, batch_size, device, scenario, root)
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} correct  {right / total[task]:6.1%}")
@@ -145,3 +174,25 @@ def _check_folder(path: Path) -> None:
     """Refuses a mistyped folder before PyTorch is imported."""
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+
+
+def import_files(paths: list[Path] | None) -> None:
+    """Imports Python files, as `import` would from their folder, so that what they register is known by name."""
+    for path in paths or []:
+        file = path.resolve()
+        if not file.is_file():
+            raise UserError(f"There is no file {path} to import: give the path of a Python file.")
+        if getattr(sys.modules.get(file.stem), "__file__", None) == str(file):  # registering twice is an error
+            continue
+        spec = spec_from_file_location(file.stem, file)
+        if spec is None or spec.loader is None:
+            raise UserError(f"{path} is not a Python file: its name must end in .py.")
+        sys.path.insert(0, str(file.parent))  # as for a script, for its own imports
+        module = module_from_spec(spec)
+        sys.modules.setdefault(file.stem, module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            if sys.modules.get(file.stem) is module:
+                del sys.modules[file.stem]
+            raise UserError(f"{path} cannot be imported ({type(error).__name__}: {error}): fix the file.") from error

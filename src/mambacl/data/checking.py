@@ -17,6 +17,7 @@ REMEDIES = {
     "missing": "restore them, or remove them from the list; --skip-bad trains without them",
     "empty": "restore or remove them; --skip-bad trains without them",
     "truncated": "copy them again or remove them; --skip-bad trains without them",
+    "too large": "shrink or remove them; --skip-bad trains without them",
     "unreadable": "repair or remove them; --skip-bad trains without them",
 }
 
@@ -83,11 +84,13 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
     bad: dict[str, list[str]] = {}
     for split, images in (("train", dataset.train), ("test", dataset.test)):
         content[split] = []
-        for digest, trouble in in_threads(partial(_read, images), range(len(images.labels))):
+        read = in_threads(partial(_read, images), range(len(images.labels)))
+        for index, (digest, trouble) in enumerate(read):
             content[split].append(digest)
             if trouble is not None:
                 sentence = trouble.rpartition(": ")[0]  # the finding states the remedy once
-                bad.setdefault(_kind(trouble), []).append(sentence)
+                kind = _kind(sentence.removeprefix(_label(images, split, index)))  # a file can be called broken.png
+                bad.setdefault(kind, []).append(sentence)
     for kind, sentences in bad.items():
         remedy = REMEDIES[kind]
         if kind == "missing" and name in SOURCES and SOURCES[name].downloads:
@@ -109,7 +112,10 @@ def _read(images: Images, index: int) -> tuple[bytes | None, str | None]:
 
 
 def _kind(sentence: str) -> str:
-    words = {"is empty": "empty", "is missing": "missing", "truncated": "truncated", "broken": "truncated"}
+    words = {
+        "is empty": "empty", "is missing": "missing", "is too large": "too large", "truncated": "truncated",
+        "broken": "truncated",
+    }  # fmt: skip
     return next((kind for word, kind in words.items() if word in sentence), "unreadable")
 
 

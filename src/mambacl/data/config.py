@@ -12,6 +12,7 @@ from mambacl.scenarios import Scenario
 Augment = Literal["none", "flip", "crop-flip", "resized-crop-flip", "autoaugment-cifar", "autoaugment-imagenet"]
 CHANGES = ("resize", "interpolation", "augment", "augment_interpolation")
 """the options that can differ between covariances and evaluation"""
+TEST_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class StreamConfig(Options):
         float | None, Must("be a share of the training images between 0 and 1", lambda share: 0 < share < 1)
     ] = None
     """hold back this share of each class's training images and evaluate on them instead of the test images"""
+    test_share: Annotated[float, Must("be a share between 0 and 1", lambda share: 0 < share < 1)] = TEST_SHARE
+    """share of each class's images that is held out for testing if 'folders' has no test folder; always the same
+    images"""
     skip_bad: bool = False
     """leave out images that cannot be read; results.json and the report name them"""
     transforms: TransformConfig = field(default_factory=TransformConfig)

@@ -10,12 +10,17 @@ from numpy.typing import NDArray
 
 from mambacl.data.images import DecodedImages, Images
 from mambacl.errors import UserError
+from mambacl.log import logger
 
 
 def indices_by_group(groups: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     """The indices of the members of each group, in order."""
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.cumsum(np.bincount(groups, minlength=count))[:-1])
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class DataSet:
     """images left out because they cannot be read: split, name and problem"""
     domains: Domains | None = None
     """if the data set defines them"""
+    test_share: float | None = None
+    """share of each class's images that was held out for testing, if the data set had no test images"""
 
     def fingerprint(self) -> str:
         """A digest that changes when the data changes."""
@@ -85,6 +92,29 @@ class DataSet:
         train, test = (np.sort(np.concatenate(part)) for part in (kept, held))
         domains = self.domains and Domains(self.domains.names, self.domains.train[train], self.domains.train[test])
         return dataclasses.replace(self, train=self.train.subset(train), test=self.train.subset(test), domains=domains)
+
+    def with_test_images(self, share: float) -> "DataSet":
+        """If there are no test images, holds out this share of each class's images. Digests of their names decide
+        which: they are always the same, and new images change little."""
+        if len(self.test.labels):
+            return self
+        held: list[int] = []
+        for name, members in zip(self.class_names, self._groups(by_domain=False), strict=True):
+            if len(members) < 2:
+                raise UserError(
+                    f"The class '{name}' of {self.name} has too few images to hold one out for testing: add some, or a "
+                    "folder with test images."
+                )
+            count = min(len(members) - 1, max(1, round(share * len(members))))
+            held += sorted(members.tolist(), key=lambda index: _digest(self.train.name(index)))[:count]
+        test = np.sort(np.array(held, dtype=np.int64))
+        train = np.setdiff1d(np.arange(len(self.train.labels)), test)
+        logger.info(
+            "%s has no test images: %d of its %d images, %.0f%% of each class, are held out for testing, always the "
+            "same ones (--stream.test_share).", self.name, len(test), len(test) + len(train), 100 * share,
+        )  # fmt: skip
+        held_out, kept = self.train.subset(test), self.train.subset(train)
+        return dataclasses.replace(self, train=kept, test=held_out, test_share=share)
 
     def without_bad(self) -> "DataSet":
         """The data set without the images that cannot be read; `skipped` names them."""

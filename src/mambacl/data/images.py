@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -166,7 +167,8 @@ def decode(path: Path) -> NDArray[np.uint8]:
 
 
 def _refusal(path: Path, trouble: str) -> UserError:
-    return UserError(f"{path} {trouble}: repair or remove it, or skip bad images (--skip-bad).")
+    remedy = "shrink" if trouble.startswith("is too large") else "repair"
+    return UserError(f"{path} {trouble}: {remedy} or remove it, or skip bad images (--skip-bad).")
 
 
 def try_decode(path: Path) -> NDArray[np.uint8] | str:
@@ -176,6 +178,13 @@ def try_decode(path: Path) -> NDArray[np.uint8] | str:
         return rgb(Image.open(io.BytesIO(data))) if data else "is empty (0 bytes)"
     except FileNotFoundError:
         return "is missing"
+    except Image.DecompressionBombError as error:
+        most = (
+            2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
+        )  # Pillow warns above MAX_IMAGE_PIXELS and refuses above twice that
+        found = re.search(r"\d+", str(error))
+        pixels = f"{int(found[0]) / 1e6:.0f} megapixels, " if found else ""
+        return f"is too large ({pixels}at most {most:.0f} megapixels can be read)"
     except DAMAGE as error:
         return f"cannot be read as an image ({reason(error)})"
 

@@ -136,6 +136,7 @@ class Stream:
             "scenario": None if self.scenario == "class" else self.scenario,
             "domains": self.domains and self.domains.names,
             "validation": self.validation,
+            "test_share": self.dataset.test_share,
             "skipped": list(self.dataset.skipped) or None,
         }
         return {
@@ -174,7 +175,7 @@ def mix_seeds(*numbers: int) -> int:
 
 def open_data(config: StreamConfig) -> DataSet:
     """The configured data set: images to train on and images to evaluate on."""
-    dataset = open_dataset(config.dataset, config.root, config.skip_bad)
+    dataset = open_dataset(config.dataset, config.root, config.skip_bad, config.test_share)
     if config.by_domain:
         domains_in_order(dataset)  # raises for unusable domains before images are held back
     if config.validation is not None:

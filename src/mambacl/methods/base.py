@@ -113,6 +113,10 @@ class Method:
             )
         return kind(self.reader.num_features, **asdict(options))
 
+    def overview(self) -> str:
+        """What trains and how it is protected, in one line for the start of a run; empty if there is nothing to say."""
+        return ""
+
     # One task
 
     def start_task(self, task: Task) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mambacl.methods.base import CLASSIFIER, Method
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
+from mambacl.nullspace.description import in_one_line
 from mambacl.tuning import ModelParameters, Tuning
 
 
@@ -24,6 +25,9 @@ class MambaCL(Method):
         self.step_state: dict[str, Tensor] = {}
         """from a checkpoint: state of the projected step, loaded with the projectors"""
         return ModelParameters(self.model, self.space.trained_names())
+
+    def overview(self) -> str:
+        return in_one_line(self.space.describe())
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.space.wrap(optimizer)

@@ -5,6 +5,7 @@ import torch
 from mambacl.methods.base import Method
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
+from mambacl.nullspace.description import in_one_line
 from mambacl.tuning import ModelParameters, Tuning
 
 
@@ -15,6 +16,9 @@ class Sequential(Method):
     def make_tuning(self) -> Tuning:
         self.space = NullSpace(self.model, self.setup.setting.without_projection())
         return ModelParameters(self.model, self.space.trained_names())
+
+    def overview(self) -> str:
+        return in_one_line(self.space.describe())
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.space.wrap(optimizer)  # projects nothing, but resets rows that do not train

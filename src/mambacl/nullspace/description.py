@@ -39,6 +39,12 @@ def describe(setting: Setting, selection: Selection, named: Mapping[str, Tensor]
     return "\n".join([*lines, f"  trains {tuned:,} of {total:,} values{rest}"])
 
 
+def in_one_line(description: str) -> str:
+    """The first and the last line of a description: how many SSMs, how they are protected, how much trains."""
+    first, *_, last = description.split("\n")
+    return f"{first}; {last.strip()}"
+
+
 def _how(setting: Setting) -> str:
     """The main options, and those that differ from the defaults."""
     how = f"eta {setting.eta}, rank by {setting.rank}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mambacl.errors import UserError
+from mambacl.log import logger
 from mambacl.nullspace.projectors import basis_dtype, decompose
 from mambacl.nullspace.space import NullSpace
 from mambacl.nullspace.statistics import evaluating, watching
@@ -56,6 +57,7 @@ def make_plan(
     project the steps, as on a GPU."""
     if not 0.0 <= protected <= 1.0:
         raise UserError(f"The protected share must lie between 0 and 1, got {protected}.")
+    logger.info("%s", space.describe())
     setting, named = space.setting, dict(space.model.named_parameters())
     itemsize = torch.empty(0, dtype=basis_dtype(space.model, setting.storage)).element_size()
     keys: dict[tuple[str, str], tuple[int, int]] = {}  # groups and size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.files import read_tensors, write_tensors
+from mambacl.files import make_folder, read_tensors, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace.audit import Drift, drift, record
 from mambacl.nullspace.blocks import Block, Part, named_parameters
@@ -79,7 +79,7 @@ class NullSpace:
         self.protected: Protected | None = None
         """how much the rank rule protects; None before the first consolidation, or if nothing is projected"""
         self.protect(self.memory)
-        logger.info("%s", self.describe())
+        logger.debug("%s", self.describe())
 
     @property
     def tasks(self) -> int:
@@ -325,8 +325,13 @@ class NullSpace:
             raise
 
     def save(self, path: str | Path) -> None:
-        """Writes the state as safetensors; tensors that parts share are written once."""
-        write_tensors(Path(path), self.state_dict(), {"setting": json.dumps(dataclasses.asdict(self.setting))})
+        """Writes the state as safetensors, and creates the folder if needed; tensors that parts share are written
+        once."""
+        path = Path(path)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: name a file in it, such as {path / 'space.safetensors'}.")
+        make_folder(path.parent)
+        write_tensors(path, self.state_dict(), {"setting": json.dumps(dataclasses.asdict(self.setting))})
 
     def load(self, path: str | Path) -> None:
         """Loads a saved space. Rank rule, eta and the like keep the values given when this space was built; those not

@@ -199,7 +199,8 @@ def run_batches(
     labels of the current batch, if it has any, into `labels`. Returns the number of images."""
     images = 0
     for batch in batches:
-        inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
+        inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        _check_inputs(inputs)
         if labels is not None:
             labels.clear()
             if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[1], Tensor):
@@ -210,5 +211,21 @@ def run_batches(
             forward(**arguments)
         elif len(inputs):
             images += len(inputs)
-            forward(inputs.to(device))
+            try:
+                forward(inputs.to(device))
+            except RuntimeError as error:
+                if getattr(inputs, "dtype", None) != torch.uint8:
+                    raise
+                raise UserError(
+                    "The model refused a batch of bytes (uint8): pass images as in training, of floating-point numbers."
+                ) from error
     return images
+
+
+def _check_inputs(inputs: Any) -> None:
+    tensors = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    if not any(hasattr(value, "to") for value in tensors):
+        raise UserError(
+            "A batch must be a tensor, a tuple that begins with one, or a mapping of the forward function's arguments, "
+            f"got {inputs!r:.60}."
+        )

@@ -99,7 +99,7 @@ def _state(config: RunConfig, has_root: bool) -> str:
     differing = [key for key in differences(folder.config(), config) if has_root or key != "stream.root"]
     if differing:
         return f"another run (differs in {', '.join(differing[:4])})"
-    return "finished" if folder.results().get("status") == "finished" else "interrupted"
+    return "finished" if folder.finished() else "interrupted"
 
 
 def run_jobs(work: Sequence[Job]) -> None:

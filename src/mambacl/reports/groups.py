@@ -122,9 +122,11 @@ def differing_options(records: Sequence[RunRecord]) -> list[str]:
 
 
 def departures(record: RunRecord) -> list[str]:
-    """How a run departs from the paper: another setting or recipe, and changes to the recipe."""
+    """How a run departs from the paper: another setting or recipe, fewer training images, and changes to the recipe."""
     config = experiment(record)
     words = [f"{word} {config[word]}" for word in ("setting", "recipe") if config.get(word, "paper") != "paper"]
+    if (images := config.get("stream.train_per_class", "null")) != "null":
+        words.append(f"train_per_class {images}")
     if config.get("recipe") not in RECIPES:
         return words
     implied = _implied(config)

@@ -14,12 +14,13 @@ from typing import Any
 from mambacl import ops
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
+from mambacl.files import expanded
 from mambacl.log import logger
 from mambacl.methods import Method
 from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints
-from mambacl.training.build import Parts, build, check_stream, pick_device
+from mambacl.training.build import Parts, build, check_stream, describe_data, pick_device
 from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences, with_named_weights
 from mambacl.training.loop import Loop, TrainingError
@@ -75,10 +76,14 @@ def train(
         differing = differences(existing, resolved)
         if differing:
             build(resolved)  # a mistake in the configuration is the more useful error
+            moved = f" If you have moved the data: `mambacl resume {folder.path} --root {resolved.stream.root}`."
             raise UserError(
                 f"{folder.path} holds another run (it differs in {', '.join(differing[:4])}): "
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
+                + (moved if differing == ["stream.root"] else "")
             )
+        if folder.finished():
+            check_stream(folder, describe_data(resolved))
         return _continue(folder, resolved, watch, loop)
     parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
     with watch.phase("data"):
@@ -92,11 +97,16 @@ def train(
         return Run(folder.path, execute(folder, parts, None), trained=True)
 
 
-def resume(path: str | Path, device: str | None = None) -> Run:
-    """Continues a run from its last checkpoint, on the same device or another."""
+def resume(path: str | Path, device: str | None = None, root: str | Path | None = None) -> Run:
+    """Continues a run from its last checkpoint, on the same device or another. `root` is the new place of data that
+    have moved; config.yaml keeps it."""
     watch = Watch()
     folder = RunFolder.existing(path)
-    return _continue(folder, _on_device(folder.config(), device), watch)
+    config = _here(folder.config(), device, root)
+    if root is not None:
+        check_stream(folder, describe_data(config))
+        folder.set_root(config.stream.root)
+    return _continue(folder, config, watch)
 
 
 def _with_precision(config: RunConfig, existing: RunConfig | None) -> RunConfig:
@@ -107,21 +117,34 @@ def _with_precision(config: RunConfig, existing: RunConfig | None) -> RunConfig:
     return dataclasses.replace(config, precision=found)
 
 
-def _on_device(config: RunConfig, device: str | None) -> RunConfig:
+def _here(config: RunConfig, device: str | None, root: str | Path | None) -> RunConfig:
+    """The configuration with another device, and with another place of the data, if given."""
+    if root is not None:
+        stream = dataclasses.replace(config.stream, root=str(expanded(root).absolute()))
+        config = dataclasses.replace(config, stream=stream)
     return config if device is None else dataclasses.replace(config, device=device)
 
 
+def _check_root(folder: RunFolder, config: RunConfig) -> None:
+    root = config.stream.root
+    if root is not None and not Path(root).exists():
+        raise UserError(
+            f"The data of {folder.path} are no longer in {root}: give their new place with --root, as in "
+            f"`mambacl resume {folder.path} --root DIR`."
+        )
+
+
 def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
-    results = folder.results()
-    if results.get("status") == "finished":
+    if folder.finished():
         logger.info("%s is already finished; `mambacl train` with --overwrite trains it again.", folder.path)
-        return Run(folder.path, results)
+        return Run(folder.path, folder.results())
+    _check_root(folder, config)
     with folder.locked():
         folder.clear_covariances()
         started = (folder.checkpoints / BACKBONE).exists()
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
-            check_stream(folder, parts)
+            check_stream(folder, parts.described.result())
         if not started:
             folder.checkpoints.mkdir(exist_ok=True)
             checkpoints.save_backbone(folder, parts.model)
@@ -133,15 +156,19 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
 
 
 def evaluate(
-    path: str | Path, batch_size: int | None = None, device: str | None = None, scenario: Scenario | None = None
+    path: str | Path,
+    batch_size: int | None = None,
+    device: str | None = None,
+    scenario: Scenario | None = None,
+    root: str | Path | None = None,
 ) -> Evaluation:
     """Evaluates a run at the end of its latest task, on all tasks learned so far. Does not change its files.
 
     `batch_size` affects only the speed. `scenario` defaults to the run's: "class" or "task" if tasks have different
-    classes, "task" or "domain" if tasks are domains.
+    classes, "task" or "domain" if tasks are domains. `root` is the new place of data that have moved.
     """
     folder = RunFolder.existing(path)
-    config = _on_device(folder.config(), device)
+    config = _here(folder.config(), device, root)
     chosen = _possible(scenario, config.stream.scenario)
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
@@ -167,11 +194,12 @@ def _possible(scenario: Scenario | None, own: Scenario) -> Scenario:
     return scenario
 
 
-def audit(path: str | Path, device: str | None = None) -> dict[str, Any]:
+def audit(path: str | Path, device: str | None = None, root: str | Path | None = None) -> dict[str, Any]:
     """Audits a run at the end of its latest task and writes audit.json: how far each block's output for the kept images
-    has drifted, and how much of each update fell into protected directions."""
+    has drifted, and how much of each update fell into protected directions. `root` is the new place of data that have
+    moved."""
     folder = RunFolder.existing(path)
-    config = _on_device(folder.config(), device)
+    config = _here(folder.config(), device, root)
     parts, checkpoint = _at_task_end(folder, config, with_task_state=True)
     with arithmetic(config):
         return auditing.audit(folder, parts.model, checkpoint.position.task, parts.method.moved())
@@ -182,8 +210,9 @@ def _at_task_end(
 ) -> tuple[Parts, checkpoints.Checkpoint]:
     """A run's parts at the end of its latest task. `with_task_state` also loads what only training needs."""
     checkpoint = task_end(folder)
+    _check_root(folder, config)
     parts = build(config, folder)
-    check_stream(folder, parts)
+    check_stream(folder, parts.described.result())
     load_method(folder, parts.method, checkpoint, with_task_state)
     return parts, checkpoint
 

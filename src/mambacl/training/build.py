@@ -1,6 +1,6 @@
 """Builds the parts of a run from its configuration: device, model, stream and method."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from mambacl.config import RunConfig, check_device
 from mambacl.data import Stream, open_stream
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup
+from mambacl.registry import unknown
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import checkpoints
 from mambacl.training.display import make_display
@@ -56,6 +57,8 @@ class Parts:
         if not self.method.trains:
             lines.append("Nothing trains, so options for training and for the null space have no effect.")
             return "\n".join(lines)
+        if trained := self.method.overview():
+            lines.append(trained)
         if min(len(task) for task in tasks) == 1:
             lines.append("A task with a single class teaches nothing: its classifier has only one answer.")
         if recipe.schedule == "multistep" and all(after >= recipe.passes for after in recipe.decay_after):
@@ -111,6 +114,9 @@ def build(
 ) -> Parts:
     """Builds model, stream and method. The model has the weights from `folder`, or its initial weights without one."""
     watch = watch or Watch()
+    if config.method not in METHODS.names():
+        words = unknown("method", config.method, METHODS.names())
+        raise UserError(f"{words} If a Python file registers it, add --import FILE.")
     method_class = METHODS.get(config.method)
     if config.classifier != "auto":
         CLASSIFIERS.check(config.classifier)
@@ -127,7 +133,10 @@ def build(
     described = _in_background(stream.describe)  # the images' fingerprint takes as long as the model
     with watch.phase("model"):
         if folder is None:  # after opening the data, because this can download weights
-            load_pretrained(model, config.backbone, config.pretrained)
+            if (start := RunFolder.of_weights(config.pretrained)) is None:
+                load_pretrained(model, config.backbone, config.pretrained)
+            else:
+                checkpoints.load_trained(start, model, config.backbone, config.backbone_options)
         else:
             checkpoints.load_backbone(folder, model)
         model.eval()
@@ -188,6 +197,11 @@ def check_image_size(model: nn.Module, size: int, name: str) -> None:
 
 def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
     """The classifier of the checkpoint that the run starts from."""
+    if RunFolder.of_weights(config.pretrained) is not None:
+        raise UserError(
+            f"known_classes takes the classifier of a weights file, and {config.pretrained} is a run: leave out "
+            "known_classes to start a new run from its backbone."
+        )
     model: Any = create_model(config.backbone, num_classes=classes, **config.backbone_options)
     path = weights_file(MODELS.get(config.backbone), config.pretrained)
     account = load_weights(model, path)
@@ -200,8 +214,14 @@ def _known_classifier(config: RunConfig, classes: int) -> nn.Linear:
     return head
 
 
-def check_stream(folder: RunFolder, parts: Parts) -> None:
-    saved, now = folder.stream(), parts.described.result()
+def describe_data(config: RunConfig) -> dict[str, Any]:
+    """What `Stream.describe` says about the data now, without building the model. Only `transforms` needs the model."""
+    return open_stream(config.stream, 1, [0.0] * 3, [1.0] * 3, config.seed, 0).describe()
+
+
+def check_stream(folder: RunFolder, now: Mapping[str, Any]) -> None:
+    """Refuses data, as `Stream.describe` describes them, that are not those that the run was trained on."""
+    saved = folder.stream()
     # `dataset` can be a folder's name, `transforms` follows from config.yaml, and `skipped` is text for the reader
     ignored = ("dataset", "transforms", "skipped")
     differing = [key for key in now if key not in ignored and saved.get(key) != now[key]]

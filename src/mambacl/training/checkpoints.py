@@ -64,6 +64,28 @@ def load_backbone(folder: RunFolder, model: nn.Module) -> None:
         raise UserError(f"{path} does not match the model in config.yaml: undo any edits of config.yaml.") from None
 
 
+def load_trained(folder: RunFolder, model: nn.Module, backbone: str, options: Mapping[str, Any]) -> None:
+    """Loads the backbone as a run left it at the end of its latest task, into a model of the same kind."""
+    own = folder.config()
+    if own.backbone != backbone or own.backbone_options != options:
+        raise UserError(
+            f"The run {folder.path} has another backbone, {own.backbone}: use the same --backbone and backbone_options."
+        )
+    checkpoint = load_task_end(folder)
+    if checkpoint is None:
+        raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
+    added = [name for name in checkpoint.method_state if not name.startswith(("model.", "heads.", "space."))]
+    if added:
+        raise UserError(
+            f"The method {own.method} of {folder.path} adds layers to the backbone ({added[0]}), so that its weights "
+            "alone are not what it learned: start from a run of another method, or from a checkpoint file."
+        )
+    load_backbone(folder, model)
+    found = {n.removeprefix("model."): t for n, t in checkpoint.method_state.items() if n.startswith("model.")}
+    model.load_state_dict({**model.state_dict(), **found})
+    logger.info("Starting from the backbone of %s after task %d.", folder.path, checkpoint.position.task)
+
+
 @dataclass(frozen=True)
 class TaskState:
     """What a method keeps from finished tasks, and its file name. It is written before the checkpoint that names it;

@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
@@ -63,6 +65,17 @@ class RunFolder:
         return folder
 
     @classmethod
+    def of_weights(cls, pretrained: bool | str) -> "RunFolder | None":
+        """The run that `pretrained` names by its folder or by one of its checkpoints; None if it names other weights.
+        The initial backbone in a run's checkpoints is a file of weights like any other."""
+        if isinstance(pretrained, bool):
+            return None
+        path = Path(pretrained)
+        inside = path.parent.name == "checkpoints" and path.name != BACKBONE
+        folder = cls(path.parent.parent if inside else path)
+        return folder if folder.exists() else None
+
+    @classmethod
     def with_results(cls, path: str | Path) -> "RunFolder":
         """A folder to report: it needs only results.json."""
         folder = cls(path)
@@ -78,6 +91,9 @@ class RunFolder:
 
     def has_results(self) -> bool:
         return (self.path / RESULTS).is_file()
+
+    def finished(self) -> bool:
+        return self.results().get("status") == "finished"
 
     def create(self, config: RunConfig, stream: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -124,6 +140,12 @@ class RunFolder:
 
     def config_text(self) -> str:
         return self._text(CONFIG)
+
+    def set_root(self, root: str | None) -> None:
+        """Changes the place of the data in config.yaml."""
+        options = parse_yaml(self.config_text(), str(self.path / CONFIG))
+        options["stream"] = {**options.get("stream", {}), "root": root}
+        write_bytes(self.path / CONFIG, yaml.safe_dump(options, sort_keys=False).encode())
 
     # The stream, the results, the audit
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mambacl.log import logger
 from mambacl.methods import Method, Task
 from mambacl.scenarios import Scenario, right
 from mambacl.training import auditing, checkpoints
@@ -198,6 +199,20 @@ class Loop:
         average = over(position.correct, total)[-1]
         each = " ".join(f"{right / total[j]:.1%}" for j, right in enumerate(row[:12])) + (" ..." if task > 11 else "")
         self.display.task(f"after {place}: accuracy {average:.1%}  (by task: {each})")
+        self._warn_if_hardly_chosen(task, row[task], total[task])
+
+    def _warn_if_hardly_chosen(self, task: int, found: int, images: int) -> None:
+        """The scores of heads that train apart do not compare: those of earlier heads can be larger for every image."""
+        classes = self.stream.first_label(task + 1)
+        if task == 0 or self.scenario != "class" or not self.method.classifier.trains or found * classes >= images:
+            return
+        earlier = "the checkpoint's classifier has" if task == self.method.known_tasks else "earlier ones have"
+        logger.warning(
+            "%d of %d test images of task %d are recognised, fewer than by guessing among all %d classes: the heads of "
+            "the tasks were trained apart, and %s larger scores. Use a classifier computed from the features of all "
+            "tasks (--classifier lda), or see `mambacl evaluate RUN --scenario task`.",
+            found, images, task + 1, classes, earlier,
+        )  # fmt: skip
 
     @torch.no_grad()
     def evaluate(self, task: int) -> list[int]:

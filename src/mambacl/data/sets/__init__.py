@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from mambacl.data.config import TEST_SHARE
 from mambacl.data.dataset import DataSet
 from mambacl.errors import UserError
 from mambacl.files import expanded, has_checksum
@@ -63,13 +64,15 @@ def list_datasets() -> list[str]:
     return sorted(DATASETS.names())
 
 
-def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False) -> DataSet:
-    """A data set by name; `root` is the folder with its files, for those that are not part of the package."""
+def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False, test_share: float = TEST_SHARE) -> DataSet:
+    """A data set by name; `root` is the folder with its files, for those that are not part of the package. If it has no
+    test images, `test_share` of each class is held out."""
     dataset = DATASETS.get(name)(None if root is None else expanded(root))
     if skip_bad:
         dataset = dataset.without_bad()
         if dataset.skipped:
             logger.warning("Skipped %d images of %s that cannot be read.", len(dataset.skipped), name)
+    dataset = dataset.with_test_images(test_share)
     dataset.refuse_empty(name)
     return dataset
 

@@ -1,5 +1,5 @@
-"""Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*, or, with several domains, ROOT/train/DOMAIN/CLASS/* and
-ROOT/test/DOMAIN/CLASS/*. Classes and domains are numbered by their sorted names."""
+"""Users' own images: ROOT/train/CLASS/* and ROOT/test/CLASS/*, or ROOT/CLASS/* without a split; with several domains,
+ROOT/train/DOMAIN/CLASS/* and ROOT/test/DOMAIN/CLASS/*. Classes and domains are numbered by their sorted names."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,13 @@ from mambacl.errors import UserError
 SUFFIXES = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
+SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
+"""folder names that are no classes"""
+
+
 def image_folders(root: Path | None) -> DataSet:
+    if (unsplit := _without_test(required_root(root, "folders"))) is not None:
+        return unsplit
     root = _root_with_splits(root, "folders")
     names = {split: subfolders(root / split) for split in ("train", "test")}
     if differing := sorted(set(names["train"]) ^ set(names["test"])):
@@ -32,6 +38,17 @@ def image_folders(root: Path | None) -> DataSet:
         class_folders(root / "train", names["train"]),
         class_folders(root / "test", names["train"]),
     )
+
+
+def _without_test(root: Path) -> DataSet | None:
+    """The images of ROOT/train/CLASS or ROOT/CLASS, all as training images; None if there is a split, or neither."""
+    if not root.is_dir() or (root / "test").is_dir():
+        return None
+    folder = root / "train" if (root / "train").is_dir() else root
+    names = subfolders(folder)
+    if not names or any(name.lower() in SPLITS for name in names):
+        return None
+    return DataSet(root.resolve().name, names, class_folders(folder, names), class_folders(folder, ()))
 
 
 def _root_with_splits(root: Path | None, name: str) -> Path:
@@ -89,6 +106,6 @@ def domain_folders(root: Path | None) -> DataSet:
 
 
 DATASETS.add("folders", image_folders)
-SOURCES["folders"] = Source("your own images", "train/CLASS/* and test/CLASS/*")
+SOURCES["folders"] = Source("your own images", "train/CLASS/* and test/CLASS/*, or CLASS/*")
 DATASETS.add("domain-folders", domain_folders)
 SOURCES["domain-folders"] = Source("your own images of several domains", "train/DOMAIN/CLASS/* and test/DOMAIN/CLASS/*")
