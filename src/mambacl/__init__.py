@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.config import RunConfig
     from mambacl.data import list_datasets
-    from mambacl.deploy import Predictor, load
+    from mambacl.deploy import Predictor, learn, load, rollback
     from mambacl.errors import UserError
     from mambacl.nullspace import NullSpace, Setting
     from mambacl.ops import selective_scan
@@ -26,7 +26,7 @@ _attribute = attributes(
     {
         **dict.fromkeys(("NullSpace", "Setting"), "nullspace"),
         **dict.fromkeys(("Run", "audit", "evaluate", "resume", "train"), "training.api"),
-        **dict.fromkeys(("Predictor", "load"), "deploy"),
+        **dict.fromkeys(("Predictor", "learn", "load", "rollback"), "deploy"),
         "RunConfig": "config",
         "UserError": "errors",
         **dict.fromkeys(("create_model", "list_models"), "backbones"),
@@ -47,6 +47,7 @@ __all__ = [
     "audit",
     "create_model",
     "evaluate",
+    "learn",
     "list_classifiers",
     "list_datasets",
     "list_methods",
@@ -55,6 +56,7 @@ __all__ = [
     "recorded",
     "report",
     "resume",
+    "rollback",
     "selective_scan",
     "train",
 ]

@@ -161,11 +161,19 @@ def evaluate(
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} correct  {right / total[task]:6.1%}")
     print(f"over tasks {sum(r / n for r, n in zip(row, total, strict=True)) / len(row):.2%}, "
           f"over images {sum(row) / sum(total[: len(row)]):.2%}")  # fmt: skip
+    if again.learned:
+        tasks = f"{again.learned} more task{'s' if again.learned > 1 else ''}"
+        print(
+            f"The model has learned {tasks} since. Those classes compete too, but their images are not in the run: "
+            "`mambacl learn --test FOLDER` counts them."
+        )
     if again.scenario != again.recorded_scenario:
         own = f"{again.recorded_scenario}-incremental"
         print(f"These counts are {again.scenario}-incremental; the run recorded {recorded}, {own}.")
     elif row == recorded:
         print("The run recorded the same counts.")
+    elif again.learned:
+        print(f"The run recorded {recorded} before it learned them.")
     else:
         print(f"The run recorded {recorded}: another device or other library versions can cause a difference.")
 

@@ -24,6 +24,7 @@ from mambacl.training import checkpoints
 from mambacl.training.api import load_method, task_end
 from mambacl.training.build import pick_device, setup_of
 from mambacl.training.folder import RunFolder
+from mambacl.training.learned import History, class_names, read_history
 from mambacl.training.loop import versions
 
 
@@ -34,25 +35,26 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     if not place.exists():
         raise UserError(f"{path} does not exist: give a run folder, or a file from `mambacl export RUN`.")
     where = pick_device(device)
-    return _from_file(place, where) if place.is_file() else _from_run(RunFolder.existing(place), where)
+    return _from_file(place, where) if place.is_file() else from_run(RunFolder.existing(place), where)
 
 
-def _from_run(folder: RunFolder, device: torch.device) -> Predictor:
+def from_run(folder: RunFolder, device: torch.device, with_task_state: bool = False) -> Predictor:
+    """The model of a run; `with_task_state`, also what only learning needs."""
     config, stream = folder.config(), folder.stream()
     checkpoint = task_end(folder)
     model, transforms = _model(config)
     checkpoints.load_backbone(folder, model)
     method = _method(config, model, device)
-    load_method(folder, method, checkpoint)
-    done = checkpoint.position.task
+    load_method(folder, method, checkpoint, with_task_state)
+    history = read_history(folder, checkpoint.position.task)
     if config.stream.scenario == "task":
         logger.info("%s was evaluated with the task known; it is not here, so all classes compete.", folder.path)
     description = Description(
-        classes=_class_names(stream, done, config.stream.by_domain),
+        classes=_class_names(stream, history, config.stream.by_domain),
         config=config,
         preprocessing=_preprocessing(transforms, method),
         licence=_licence(config),
-        card=_card(folder, config, stream, done),
+        card=_card(folder, config, stream, history),
     )
     return Predictor(method, transforms, description, device)
 
@@ -89,10 +91,11 @@ def _method(config: RunConfig, model: nn.Module, device: torch.device) -> Method
     return METHODS.get(config.method)(model.eval().to(device), setup_of(config))
 
 
-def _class_names(stream: Mapping[str, Any], done: int, by_domain: bool) -> list[str]:
+def _class_names(stream: Mapping[str, Any], history: History, by_domain: bool) -> list[str]:
     """By label, of the classes of finished tasks. If the tasks are domains, all have the same classes."""
-    tasks = stream["tasks"][: 1 if by_domain else done]
-    return [stream["class_names"][c] for task in tasks for c in task]
+    if by_domain:
+        return [stream["class_names"][c] for c in stream["tasks"][0]]
+    return class_names(stream, history)
 
 
 def _preprocessing(transforms: Transforms, method: Method) -> list[dict[str, Any]]:
@@ -109,22 +112,23 @@ def _licence(config: RunConfig) -> str:
     return found.licence if found is not None and found.licence else "unknown"
 
 
-def _card(folder: RunFolder, config: RunConfig, stream: Mapping[str, Any], done: int) -> dict[str, Any]:
-    """Where the model comes from; no paths of this machine."""
+def _card(folder: RunFolder, config: RunConfig, stream: Mapping[str, Any], history: History) -> dict[str, Any]:
+    """Where the model comes from; no paths of this machine. Counts are of the training alone."""
     weights = config.pretrained
-    results = folder.results()
+    results, done, learned = folder.results(), history.own, history.known
+    counted = [] if learned else results.get("correct", [])
     return {
         "name": config.name,
         "method": config.method,
         "backbone": config.backbone,
         "pretrained": weights if isinstance(weights, bool) or is_word(weights) else Path(weights).name,
         "data": stream["dataset"],
-        "tasks": done,
-        "classes_per_task": [len(task) for task in stream["tasks"][:done]],
+        "tasks": done + len(learned),
+        "classes_per_task": [*(len(task) for task in stream["tasks"][:done]), *(len(task.classes) for task in learned)],
         "scenario": config.stream.scenario,
-        "training_images": sum(stream["train"][:done]),
+        "training_images": sum(stream["train"][:done]) + sum(sum(task.images.values()) for task in learned),
         "test_images": sum(stream["test"][:done]),
-        "correct": results.get("correct", [])[done - 1 : done],
-        "metrics": results.get("metrics", {}) if len(results.get("correct", [])) == done else {},
+        "correct": counted[done - 1 : done],
+        "metrics": results.get("metrics", {}) if len(counted) == done else {},
         "versions": results.get("versions", versions()),
     }

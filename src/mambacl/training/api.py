@@ -19,7 +19,7 @@ from mambacl.log import logger
 from mambacl.methods import Method
 from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.scenarios import Scenario
-from mambacl.training import auditing, checkpoints
+from mambacl.training import auditing, checkpoints, learned
 from mambacl.training.build import Parts, build, check_stream, describe_data, pick_device
 from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences, with_named_weights
@@ -51,6 +51,8 @@ class Evaluation:
     total: list[int]
     scenario: Scenario = "class"
     recorded_scenario: Scenario = "class"
+    learned: int = 0
+    """tasks that the model has learned since, whose classes compete, but whose images the run does not have"""
 
 
 def train(
@@ -162,7 +164,7 @@ def evaluate(
     scenario: Scenario | None = None,
     root: str | Path | None = None,
 ) -> Evaluation:
-    """Evaluates a run at the end of its latest task, on all tasks learned so far. Does not change its files.
+    """Evaluates a run at the end of its latest task, on all tasks of its training. Does not change its files.
 
     `batch_size` affects only the speed. `scenario` defaults to the run's: "class" or "task" if tasks have different
     classes, "task" or "domain" if tasks are domains. `root` is the new place of data that have moved.
@@ -178,7 +180,8 @@ def evaluate(
     with arithmetic(config):
         counted = loop.evaluate(checkpoint.position.task - 1)
     total = parts.stream.test_counts()[: len(counted)]
-    return Evaluation(counted, checkpoint.position.correct[-1], total, chosen, config.stream.scenario)
+    further = len(learned.read_history(folder, checkpoint.position.task).known)
+    return Evaluation(counted, checkpoint.position.correct[-1], total, chosen, config.stream.scenario, further)
 
 
 def _possible(scenario: Scenario | None, own: Scenario) -> Scenario:
@@ -218,11 +221,11 @@ def _at_task_end(
 
 
 def task_end(folder: RunFolder) -> checkpoints.Checkpoint:
-    """The checkpoint at the end of the latest task."""
+    """The checkpoint at the end of the latest task of the training, with what the method has learned since."""
     checkpoint = checkpoints.load_task_end(folder)
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
-    return checkpoint
+    return learned.as_now(folder, checkpoint)
 
 
 def load_method(

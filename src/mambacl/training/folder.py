@@ -6,6 +6,7 @@
     results.json     counts, metrics, seconds
     audit.json       the findings of the audit
     checkpoints/     tensors; see `training.checkpoints`
+    learned.json     tasks learned since the run finished, in learned/; see `training.learned`
 
 The run can still be in progress, or have stopped early; everything that it has finished can be read.
 """
@@ -33,6 +34,7 @@ SCHEMA = 1
 CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.jsonl", "results.json", "audit.json"
 BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
 LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
+LEARNED = "learned.json"
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
 BEFORE_TAGS = {"defocus_mamba_nano": "tin32-39ep", "defocus_mamba_large_22k": "in22k"}
 """what `pretrained: true` means in a run from before weights had tags; `in1k` for other models"""
@@ -53,6 +55,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self.learned_states = self.path / "learned"
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
@@ -102,7 +105,8 @@ class RunFolder:
 
     def clear(self) -> None:
         """Removes only the files that a run writes, checkpoints first and config.yaml last."""
-        for path in self.checkpoints.glob("*.safetensors"):
+        (self.path / LEARNED).unlink(missing_ok=True)
+        for path in (*self.checkpoints.glob("*.safetensors"), *self.learned_states.glob("*.safetensors")):
             path.unlink()
         self.clear_covariances()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
@@ -193,6 +197,15 @@ class RunFolder:
 
     def write_audit(self, audit: Mapping[str, Any]) -> None:
         write_json(self.path / AUDIT, {"schema": SCHEMA, **audit})
+
+    # Tasks learned since the run finished
+
+    def learned(self) -> dict[str, Any]:
+        """What learned.json says; empty if the file is missing."""
+        return self._json(LEARNED)
+
+    def write_learned(self, content: Mapping[str, Any]) -> None:
+        write_json(self.path / LEARNED, content)
 
     # Events, one per line
 
