@@ -132,3 +132,24 @@ def test_bad_features_are_refused_and_change_nothing() -> None:
     assert torch.equal(made.scores(some()[0]), before)
     with pytest.raises(UserError, match="ridge 0 is too small"):
         taught(*some(10), ridge=0.0)
+
+
+def test_classes_with_few_images_are_favoured_by_a_square_root() -> None:
+    features = torch.randn(90, 12, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0] * 40 + [1] * 40 + [2] * 10)
+    plain, helped = (Ridge(12, width=30) for _ in range(2))
+    for classifier in (plain, helped):
+        classifier.update(features, labels)
+        classifier.finish_task()
+    helped.favour_rare(2)
+    expected = plain.scores(features) * torch.tensor([1.0, 1.0, 2.0])  # sqrt(40 / 10)
+    assert torch.equal(helped.scores(features), expected)
+    helped.favour_rare(0)  # nothing to compare with
+    helped.update(features[:1], labels[:1])  # the next solution begins without it
+    helped.finish_task()
+    plain.update(features[:1], labels[:1])
+    plain.finish_task()
+    assert torch.equal(helped.scores(features), plain.scores(features))
+    helped.favour_rare(1)
+    rows = helped.weights / plain.weights
+    assert torch.allclose(rows[1], torch.tensor((41 / 40) ** 0.5)) and torch.allclose(rows[2], torch.tensor(4.1**0.5))

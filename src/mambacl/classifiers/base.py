@@ -68,6 +68,10 @@ class Classifier(nn.Module, ABC):
     def finish_task(self) -> None:
         """Called after the last `update` of a task."""
 
+    def favour_rare(self, first: int) -> None:
+        """After `finish_task`: helps the classes from label `first` on that have fewer images than the others on
+        average, until the next task. For classifiers whose scores grow with a class's share of the images."""
+
     def merge(self, other: "Classifier") -> None:
         """Adds what another classifier of the same kind was updated with."""
         raise UserError(f"The classifier '{self.name}' is trained step by step and cannot be merged with another.")

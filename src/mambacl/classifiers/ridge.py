@@ -256,6 +256,17 @@ class Ridge(StatisticsClassifier):
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
         self._solved = True
 
+    @torch.no_grad()
+    def favour_rare(self, first: int) -> None:
+        """Multiplies the scores of these classes by sqrt(m / n) where n < m, for n images of a class and a mean of m
+        images per class before `first`. The factor m / n of `balanced` multiplies the noise of a few images as well,
+        and makes them win too often."""
+        if self.options.balanced or not 0 < first < self.classes:
+            return
+        self._solve()
+        usual, counts = self.counts[:first].double().mean(), self.counts[first:].clamp(min=1)
+        self.weights[first:] *= (usual / counts).clamp(min=1).sqrt()[:, None].to(self.dtype)
+
     def _draw(self) -> Tensor | None:
         if self.options.width and self.projection is None:
             options, columns = self.options, projections(self.units, str(self.options.activation))

@@ -22,6 +22,7 @@ def learn(
     new: Annotated[Path | None, "a folder with a folder of images for each class"] = None,
     more: Annotated[bool, "the folder also has images of classes that the model knows"] = False,
     test: Annotated[Path | None, "a folder like --new with test images: compare before and after"] = None,
+    unbalanced: Annotated[bool, "do not help classes that have few images"] = False,
     dry_run: Annotated[bool, "change nothing; estimate time and size"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     device: Annotated[Device, "where to compute: auto, cpu, cuda, cuda:N"] = "auto",
@@ -37,7 +38,15 @@ def learn(
         from mambacl.deploy.learning import learn as learn_task
 
     done = learn_task(
-        run, new, more=more, test=test, dry_run=dry_run, skip_bad=skip_bad, device=device, shown=_with_progress
+        run,
+        new,
+        more=more,
+        test=test,
+        dry_run=dry_run,
+        unbalanced=unbalanced,
+        skip_bad=skip_bad,
+        device=device,
+        shown=_with_progress,
     )
     print(_summary(done))
     if done.after:
@@ -88,7 +97,9 @@ def _summary(done: Learning) -> str:
             f"would have {done.classes} classes, and its state {size}, which stays on disk for each task. Nothing has "
             "changed."
         )
-    skipped = f" {len(done.skipped)} images could not be read and were skipped." if done.skipped else ""
+    left_out = len(done.skipped)
+    words = "image could not be read and was skipped" if left_out == 1 else "images could not be read and were skipped"
+    skipped = f" {left_out} {words}." if left_out else ""
     return (
         f"{done.folder} has learned {what} as task {done.task}, in {_duration(done.seconds)}. The model has "
         f"{done.classes} classes, its state {size}.{skipped}"

@@ -65,7 +65,8 @@ def open_folder(folder: str | Path, option: str, skip_bad: bool = False) -> Clas
         what = "is a file" if place.exists() else "does not exist"
         raise UserError(f"{folder} {what}: {option} takes a folder with one folder of images per class.")
     names = subfolders(place)
-    if split := next((name for name in names if name.lower() in SPLITS), None):
+    if splits := [name for name in names if name.lower() in SPLITS]:
+        split = "train" if option == "--new" and "train" in splits else splits[0]
         raise UserError(f"{folder} holds the folder '{split}', not classes: give {place / split} to {option}.")
     if not names:
         raise UserError(f"{folder} has no class folders: {option} takes a folder that holds CLASS/* for each class.")

@@ -74,6 +74,7 @@ def learn(
     *,
     more: bool = False,
     test: str | Path | None = None,
+    unbalanced: bool = False,
     dry_run: bool = False,
     skip_bad: bool = False,
     device: str = "auto",
@@ -84,8 +85,8 @@ def learn(
         mambacl.learn("runs/photos-analytic-0", "new-photos", test="test-photos")
 
     `more`: the folder can also hold images of classes that the model knows. `test`: a folder TEST/CLASS/* of test
-    images, to compare the model before and after. `dry_run` changes nothing and estimates time and size. `shown` gets
-    the images and their number, and passes them on, to show progress.
+    images, to compare the model before and after. `unbalanced`: do not help classes with few images. `dry_run` changes
+    nothing and estimates time and size. `shown` gets the images and their number, and passes them on, to show progress.
     """
     folder = _checked(run)
     given = open_folder(new, "--new", skip_bad)
@@ -93,7 +94,6 @@ def learn(
     with ExitStack() as held:
         if not dry_run:
             held.enter_context(folder.locked())
-        began = time.perf_counter()
         model = from_run(folder, pick_device(device), with_task_state=True)
         history = learned.read_history(folder, len(folder.stream()["tasks"]))
         added = _new_classes(given, model.classes, folder, more)
@@ -112,7 +112,12 @@ def learn(
             return dataclasses.replace(make, state_bytes=_state_bytes(model), seconds=seconds)
         require_space(folder.path, _state_bytes(model))
         before = {} if tests is None else _counts(model, tests, shown)
+        began = time.perf_counter()
         _fit(model, shown(given.prepared(model.transforms), len(given)), names, history.current)
+        if not unbalanced:
+            stream = folder.stream()
+            model.method.classifier.favour_rare(sum(len(task) for task in stream["tasks"][: history.own]))
+        seconds = time.perf_counter() - began
         images = given.counts()
         if empty := [name for name, count in images.items() if not count]:
             raise UserError(f"No image of the class '{empty[0]}' can be read: repair them, or remove the folder.")
@@ -121,7 +126,7 @@ def learn(
         after = {} if tests is None else _counts(model, tests, shown)
         _commit(folder, history, LearnedTask(learned.new_file(folder), added, images), model)
         return dataclasses.replace(
-            make, images=images, state_bytes=_state_bytes(model), seconds=time.perf_counter() - began,
+            make, images=images, state_bytes=_state_bytes(model), seconds=seconds,
             skipped=given.skipped, before=before, after=after,
         )  # fmt: skip
 
