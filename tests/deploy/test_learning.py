@@ -108,17 +108,17 @@ def test_learning_gives_what_training_on_all_classes_gives(classifier: str, phot
 
 
 def coloured(folder: Path, name: str, colour: tuple[int, int, int], count: int, start: int) -> None:
-    """Images of one colour with a little noise."""
+    """Images of one colour with noise."""
     (folder / name).mkdir(parents=True)
     for number in range(count):
-        noise = np.random.default_rng(start + number).integers(-20, 20, (16, 16, 3))
+        noise = np.random.default_rng(start + number).integers(-60, 60, (16, 16, 3))
         Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(folder / name / f"{number}.png")
 
 
 def test_a_few_images_are_enough(tmp_path: Path) -> None:
     """Old classes with 40 images each do not hide new ones with a single image."""
     old = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
-    new = {"white": (240, 240, 240), "black": (20, 20, 20)}
+    new = {"pink": (230, 120, 120), "teal": (30, 120, 120)}
     for number, (name, colour) in enumerate(old.items()):
         coloured(tmp_path / "old" / "train", name, colour, 40, 100 * number)
         coloured(tmp_path / "old" / "test", name, colour, 5, 100 * number + 50)
@@ -132,7 +132,7 @@ def test_a_few_images_are_enough(tmp_path: Path) -> None:
         done = mambacl.learn(run, tmp_path / "few", test=tmp_path / "new-test", unbalanced=unbalanced)
         right[unbalanced] = sum(count.right for count in done.after.values())
         mambacl.rollback(run, 2)
-    assert right[False] >= 18 and right[False] >= right[True]
+    assert right[False] >= 15 and right[True] <= 12, right
 
 
 def test_more_images_of_known_classes(run: Path, photos: Path, tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def learn(
         )  # fmt: skip
         if dry_run:
             seconds = _estimated(model, given, names, history.current)
-            return dataclasses.replace(make, state_bytes=_state_bytes(model), seconds=seconds)
+            size = _state_bytes(model)
+            require_space(folder.path, size)
+            return dataclasses.replace(make, state_bytes=size, seconds=seconds)
         require_space(folder.path, _state_bytes(model))
         before = {} if tests is None else _counts(model, tests, shown)
         began = time.perf_counter()
