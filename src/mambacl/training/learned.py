@@ -102,7 +102,7 @@ def as_now(folder: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
     if path is None:
         raise UserError(
             f"The state after task {history.current} of {folder.path} is missing: restore the folder "
-            f"{folder.learned_states}, or run `mambacl rollback {folder.path} --task {checkpoint.position.task}`."
+            f"{folder.learned_states}, or run `mambacl rollback {folder.path} --task {history.trained}`."
         )
     position = checkpoint.position
     position = dataclasses.replace(position, task=history.own, correct=position.correct[: history.own])

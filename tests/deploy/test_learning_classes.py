@@ -298,6 +298,12 @@ def test_runs_that_cannot_learn(trained: Path, run: Path, photos: Path, tmp_path
         mambacl.rollback(tmp_path / "model.safetensors", 1)
 
 
+def test_a_run_that_is_in_use(run: Path, photos: Path) -> None:
+    with RunFolder(run).locked():
+        refused(run, photos / "new" / "train", "Another process is training")
+        mambacl.learn(run, photos / "new" / "train", dry_run=True)  # only reads
+
+
 def test_a_damaged_pointer_or_state_says_what_to_do(run: Path, photos: Path, tmp_path: Path) -> None:
     mambacl.learn(run, few(photos, tmp_path / "new"))
     pointer = run / "learned.json"
@@ -322,19 +328,18 @@ def test_a_damaged_pointer_or_state_says_what_to_do(run: Path, photos: Path, tmp
 def test_a_full_disk_changes_nothing(
     step: str, run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full in the middle of the state's file, or of learned.json."""
+    """The disk is full before the state's file is complete, or learned.json."""
     mambacl.learn(run, few(photos, tmp_path / "cat", ("cat",)))
     expected, more = scores(run, photos), few(photos, tmp_path / "dog", ("dog",))
-    sync = os.fsync
-    files = {"write_state": "safetensors", "switch": "learned.json"}
+    replace, name = os.replace, {"write_state": "0002.safetensors", "switch": "learned.json"}[step]
 
-    def full(descriptor: int) -> None:
-        if files[step] in os.readlink(f"/proc/self/fd/{descriptor}"):
+    def full(source: Path, target: Path) -> None:
+        if target.name == name:
             raise OSError(errno.ENOSPC, "No space left on device")
-        sync(descriptor)
+        replace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "replace", full)
         with pytest.raises(UserError, match="The disk is full"):
             mambacl.learn(run, more)
     assert torch.equal(scores(run, photos), expected) and not list(run.rglob("*.part"))
