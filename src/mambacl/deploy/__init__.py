@@ -1,13 +1,23 @@
-"""Use a trained model: load a run or a model file, predict, write one file to deploy."""
+"""Use a trained model: load a run or a model file, predict, compare two, write one file to deploy."""
 
 from typing import TYPE_CHECKING
 
 from mambacl.lazy import attributes
 
 if TYPE_CHECKING:
+    from mambacl.deploy.comparing import compare
+    from mambacl.deploy.comparison import Comparison, Limits
     from mambacl.deploy.loading import load
     from mambacl.deploy.predictor import Prediction, Predictor
 
-__all__ = ["Prediction", "Predictor", "load"]
+__all__ = ["Comparison", "Limits", "Prediction", "Predictor", "compare", "load"]
 
-__getattr__ = attributes(__name__, {"load": "loading", **dict.fromkeys(("Prediction", "Predictor"), "predictor")})
+__getattr__ = attributes(
+    __name__,
+    {
+        "load": "loading",
+        "compare": "comparing",
+        **dict.fromkeys(("Comparison", "Limits"), "comparison"),
+        **dict.fromkeys(("Prediction", "Predictor"), "predictor"),
+    },
+)
