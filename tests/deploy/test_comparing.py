@@ -127,7 +127,9 @@ def test_the_command_reports_and_exits_by_the_limits(
     assert main([*words, *more, "--max-negative-flips", "0.5"]) == 1
     captured = capsys.readouterr()
     unreadable, broken = captured.err.strip().splitlines()
-    assert "broken.png cannot be read as an image" in unreadable and "1 images could not be read" in captured.out
+    assert (
+        "broken.png cannot be read as an image" in unreadable and "1 image could not be read: left out." in captured.out
+    )
     assert broken == "mambacl: The accuracy on the old classes fell by 50.00 points, more than the limit of 49."
     written = json.loads(figures.read_text(encoding="utf-8"))
     assert written["shared"]["lost"] == 5 and written["limits"]["max_negative_flips"] == 0.5

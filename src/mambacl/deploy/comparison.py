@@ -102,7 +102,7 @@ class Comparison:
     flips: tuple[Flip, ...]
     """all negative flips"""
     drift: Mapping[str, float] | None
-    """relative change of each block's pooled output, |new - old| / |old|; None if the backbones differ"""
+    """relative change of each block's pooled output, |new - old| / |old|; None if backbones or input sizes differ"""
     unreadable: tuple[str, ...] = ()
     """one sentence per image that could not be read; these count nowhere"""
     untested: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ class Comparison:
 
     def _drifted(self, most: float) -> list[str]:
         if self.drift is None:
-            return ["The drift is not known, because the models have different backbones: leave out max_drift."]
+            return ["The drift is not known, because the backbones or their input sizes differ: leave out max_drift."]
         block = max(self.drift, key=self.drift.__getitem__, default="")
         if not block or self.drift[block] <= most:
             return []

@@ -63,7 +63,8 @@ def summary_table(found: Comparison) -> Table:
             f"{', '.join(found.untested[:5])}{', ...' if len(found.untested) > 5 else ''}."
         )
     if found.unreadable:
-        notes.append(f"{len(found.unreadable)} images could not be read and count nowhere.")
+        count = len(found.unreadable)
+        notes.append(f"{count} image{'' if count == 1 else 's'} could not be read: left out.")
     columns = tuple(Column(title, text=title in ("", "change")) for title in ("", "old", "new", "change"))
     return Table(f"{found.all.images} images of {found.test}", columns, rows, tuple(notes))
 
@@ -118,7 +119,7 @@ def _p_value(pairs: Pairs) -> str:
 
 def _largest_drift(found: Comparison) -> str:
     if found.drift is None:
-        return "not known: the backbones differ"
+        return "not known: the backbones or input sizes differ"
     worst = max(found.drift, key=found.drift.__getitem__)
     return f"{found.drift[worst]:.2%} ({worst})" if found.drift[worst] else "0: the backbone did not change"
 

@@ -40,7 +40,7 @@ class Drift:
             return
         before, after = (_block_outputs(model, images) for model in self.models)
         for row, then, now in zip(self.sums, before, after, strict=True):
-            row += torch.stack(((now - then).square().sum(), then.square().sum())).cpu()
+            row += torch.stack(((now - then).square().sum(), then.square().sum()))
 
     def relative(self) -> dict[str, float]:
         """|new - old| / |old| of each block."""
@@ -54,12 +54,12 @@ def _backbone(model: Predictor) -> Backbone:
 
 
 def _block_outputs(model: Predictor, images: Tensor) -> list[Tensor]:
-    """The pooled output (n, c) of each block, with the model's precision, as float64."""
+    """The pooled output (n, c) of each block, with the model's precision, as float64 on the CPU."""
     backbone, config = _backbone(model), model.description.config
     images = images.to(model.device, torch.float32)
 
     def pool(_: int, x: Tensor) -> Tensor:
-        return pooled(*backbone.prefix_and_map(x, images)).double()
+        return pooled(*backbone.prefix_and_map(x, images)).cpu().double()
 
     with arithmetic(config), autocast(model.device, config.precision == "bf16"):
         return backbone.run_depths(images, range(len(backbone.feature_info)), pool)[1]
