@@ -17,6 +17,7 @@ import mambacl
 from mambacl.backbones.reading import pooled
 from mambacl.cli import main
 from mambacl.deploy.comparing import class_of
+from mambacl.deploy.drift import Drift
 from mambacl.errors import UserError
 
 COLOURS = {"red": (230, 20, 20), "sea/green": (20, 230, 20), "sky": (20, 20, 230), "sun": (230, 230, 20)}
@@ -111,6 +112,19 @@ def test_drift_is_that_of_the_outputs_of_the_blocks(models: tuple[Path, Path], p
     assert found.drift is not None and list(found.drift) == ["blocks.0", "blocks.1"]
     assert found.drift["blocks.0"] == expected[0] == 0 and expected[1] > 0.01
     assert_near(torch.tensor(found.drift["blocks.1"]), torch.tensor(expected[1]), terms=1000)  # sums of all layers
+
+
+def test_equal_weights_are_known_without_running_the_blocks(models: tuple[Path, Path], photos: Path) -> None:
+    """The shortcut and the computation agree."""
+    old, new = (mambacl.load(path, "cpu") for path in models)
+    image = old.transform(next((photos / "red").iterdir()))[None]
+    quick, plain = Drift(old, new), Drift(old, new)
+    assert quick.same
+    plain.same = False
+    for drift in (quick, plain):
+        drift.add(image)
+    assert quick.relative() == plain.relative() == {"blocks.0": 0.0, "blocks.1": 0.0}
+    assert plain.sums[:, 1].min() > 0 == quick.sums.max()
 
 
 def test_the_command_reports_and_exits_by_the_limits(
