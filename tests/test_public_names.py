@@ -26,6 +26,7 @@ def test_what_there_is_can_be_listed() -> None:
 
 def test_a_model_is_used_by_names_at_the_top() -> None:
     assert mambacl.load.__module__ == "mambacl.deploy.loading" and hasattr(mambacl.Predictor, "predict")
+    assert mambacl.compare.__module__ == "mambacl.deploy.comparing" and hasattr(mambacl.Comparison, "broken")
 
 
 def test_importing_changes_nothing_in_the_program() -> None:

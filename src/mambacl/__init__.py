@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
     from mambacl.config import RunConfig
     from mambacl.data import list_datasets
-    from mambacl.deploy import Predictor, learn, load, rollback
+    from mambacl.deploy import Comparison, Predictor, compare, learn, load, rollback
     from mambacl.errors import UserError
     from mambacl.nullspace import NullSpace, Setting
     from mambacl.ops import selective_scan
@@ -26,7 +26,7 @@ _attribute = attributes(
     {
         **dict.fromkeys(("NullSpace", "Setting"), "nullspace"),
         **dict.fromkeys(("Run", "audit", "evaluate", "resume", "train"), "training.api"),
-        **dict.fromkeys(("Predictor", "learn", "load", "rollback"), "deploy"),
+        **dict.fromkeys(("Comparison", "Predictor", "compare", "learn", "load", "rollback"), "deploy"),
         "RunConfig": "config",
         "UserError": "errors",
         **dict.fromkeys(("create_model", "list_models"), "backbones"),
@@ -37,6 +37,7 @@ _attribute = attributes(
 )
 
 __all__ = [
+    "Comparison",
     "NullSpace",
     "Predictor",
     "Run",
@@ -45,6 +46,7 @@ __all__ = [
     "UserError",
     "__version__",
     "audit",
+    "compare",
     "create_model",
     "evaluate",
     "learn",

@@ -28,6 +28,7 @@ REFUSED = [
     ["evaluate", "nowhere", "--batch", "1"],
     ["predict", "nowhere", "a.png"],
     ["export", "nowhere", "--to", "onnx"],
+    ["compare", "nowhere", "nowhere"],
     ["resume", "nowhere", "--device", "tpu"],
     ["report", "--all"],
     ["paper", "nothing"],

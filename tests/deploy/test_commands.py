@@ -59,13 +59,17 @@ def test_a_table_json_and_csv_say_the_same(run: str, photos: Path, capsys: pytes
 
 def test_the_code_of_the_page_runs(run: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs" / "deploy.md"
-    [code] = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    codes = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     monkeypatch.chdir(photos)
     shutil.copy(photos / "a.png", photos / "b.png")
     shutil.copytree(run, photos / "runs" / "photos-analytic-0")
+    mambacl.load(run).save("deployed.safetensors")
+    write_images([photos / "photos" / "test" / "Bag" / "a.png"])
     names: dict[str, Any] = {}
-    exec(code, names)
+    for code in codes:
+        exec(code, names)
     assert mambacl.load("model.safetensors").classes == names["predictor"].classes
+    assert len(codes) == 2 and names["found"].shared.images == 1 and names["found"].shared.lost == 0
 
 
 def test_names_come_from_standard_input(

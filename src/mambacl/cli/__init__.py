@@ -14,7 +14,7 @@ from mambacl.cli.bench import bench, bench_against, bench_busy, bench_precision,
 from mambacl.cli.command import Command
 from mambacl.cli.completion import COMPLETE, candidates, completion
 from mambacl.cli.data import data_check, data_list, data_prepare, data_show
-from mambacl.cli.deploy import export, predict
+from mambacl.cli.deploy import compare, export, predict
 from mambacl.cli.doctor import doctor
 from mambacl.cli.learning import learn, rollback
 from mambacl.cli.models import convert, methods, models, plan
@@ -29,7 +29,7 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, evaluate, predict, export, learn, rollback, report, audit, pretrain, paper, plan,
+    train, resume, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
     data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
     bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
@@ -39,16 +39,8 @@ COMMANDS = {
     for function in FUNCTIONS
     for name in [function.__name__.replace("_", " ")]
 }
-LONG = (
-    "train",
-    "resume",
-    "evaluate",
-    "predict",
-    "learn",
-    "pretrain",
-    "paper",
-    "audit",
-)  # commands that compute for a long time
+# commands that compute for a long time
+LONG = ("train", "resume", "evaluate", "predict", "learn", "compare", "pretrain", "paper", "audit")
 BUSY = 0.5  # load per core above which the machine counts as busy
 SPINS = "2000"  # about as long as Python takes between two operations
 

@@ -1,4 +1,4 @@
-"""Commands that use a trained model: predict, export."""
+"""Commands that use a trained model: predict, compare, export."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mambacl.cli.training import ERASE, status
 from mambacl.config import Device
+from mambacl.deploy.comparison import Amount, Limits, Points, Rate, read_limits
 from mambacl.errors import UserError
 from mambacl.files import disk_error, write_bytes
-from mambacl.options import Must, at_least
+from mambacl.options import Must, at_least, build
 
 if TYPE_CHECKING:
     from mambacl.deploy import Prediction
@@ -71,14 +74,74 @@ def predict(
     if out is None:
         print(text, end="")
     else:
-        try:
-            write_bytes(out, text.encode(errors="backslashreplace"))  # as on a terminal
-        except OSError as error:
-            raise disk_error(error, out) from None
+        _write(out, text)
     failed = sum(isinstance(answer, UserError) for _, answer in answers)
     if failed:
         print(f"mambacl: {failed} of {len(answers)} images could not be read.", file=sys.stderr)
     return 1 if failed else 0
+
+
+def compare(
+    old: Model,
+    new: Model,
+    *,
+    test: Annotated[Path | None, "a folder with CLASS/* images, with the models' class names"] = None,
+    max_negative_flips: Annotated[Rate, "largest share of old classes' images right before, wrong now"] = None,
+    max_drop: Annotated[Points, "largest loss of accuracy on the old classes, in points"] = None,
+    max_class_drop: Annotated[Points, "largest loss of accuracy on an old class, in points"] = None,
+    max_drift: Annotated[Amount, "largest relative change of a block's output"] = None,
+    max_slowdown: Annotated[Amount, "most additional time per image: 0.2 is a fifth more"] = None,
+    limits: Annotated[Path | None, "a YAML file with these limits; the command line comes first"] = None,
+    json_: Annotated[Path | None, "write all figures to this file"] = None,
+    page: Annotated[Path | None, "write an HTML page to this file"] = None,
+    batch_size: Annotated[int, "images per batch", at_least(1)] = 64,
+    device: Annotated[Device, "where to compute: auto, cpu, cuda, cuda:N"] = "auto",
+) -> int:
+    """check an update before it is shipped: `mambacl compare OLD NEW --test FOLDER --max-negative-flips 0.01`
+
+    Exits with 0 if NEW is within the limits, with 1 if it is past one, and with 2 after a mistake."""
+    for model in (old, new):
+        _check_model(model)
+    if test is None:
+        raise UserError("Name the test images: --test FOLDER, a folder with one folder of images per class.")
+    for option, file in (("--json", json_), ("--page", page)):
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"The folder {file.parent} for {option} does not exist: create it, or choose another.")
+    given = {
+        "max_negative_flips": max_negative_flips,
+        "max_drop": max_drop,
+        "max_class_drop": max_class_drop,
+        "max_drift": max_drift,
+        "max_slowdown": max_slowdown,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    bounds = build(Limits, {**(read_limits(limits) if limits is not None else {}), **chosen})
+    with ExitStack() as loading:
+        loading.enter_context(status("loading the models"))
+        from mambacl.deploy import compare as compare_models
+
+        def show(images: Iterable[Any], total: int) -> Iterator[Any]:
+            loading.close()
+            return _with_progress(images, total)
+
+        found = compare_models(old, new, test, device=device, batch_size=batch_size, show=show)
+    from mambacl.deploy.comparison_page import as_page, as_text
+
+    for sentence in found.unreadable:
+        print(f"mambacl: {sentence}", file=sys.stderr)
+    broken = found.broken(bounds)
+    limited = bounds != Limits()
+    if json_ is not None:
+        content = {**found.as_dict(), "limits": asdict(bounds), "broken": broken}
+        _write(json_, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+    if page is not None:
+        _write(page, as_page(found, broken, limited))
+    print(as_text(found))
+    for sentence in broken:
+        print(f"mambacl: {sentence}", file=sys.stderr)
+    if limited and not broken:
+        print("The new model is within the limits.")
+    return 1 if broken else 0
 
 
 def export(
@@ -101,6 +164,13 @@ def export(
         model = load(run, "cpu")
     model.save(path)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(model.classes)} classes")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_bytes(path, text.encode(errors="backslashreplace"))  # as on a terminal
+    except OSError as error:
+        raise disk_error(error, path) from None
 
 
 def _check_model(path: Path) -> None:

@@ -46,7 +46,7 @@ def learn(
         unbalanced=unbalanced,
         skip_bad=skip_bad,
         device=device,
-        shown=_with_progress,
+        show=_with_progress,
     )
     print(_summary(done))
     if done.after:

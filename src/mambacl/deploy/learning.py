@@ -32,7 +32,7 @@ from mambacl.training.learned import History, LearnedTask
 from mambacl.training.step import autocast
 
 TIMED = 16  # images that a dry run times
-Shown = Callable[[Iterable[Any], int], Iterable[Any]]
+Show = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def learn(
     dry_run: bool = False,
     skip_bad: bool = False,
     device: str = "auto",
-    shown: Shown = lambda items, total: items,
+    show: Show = lambda items, total: items,
 ) -> Learning:
     """Adds the classes of NEW/CLASS/* to a finished run, as its next task. The run's own data are not needed.
 
@@ -86,7 +86,7 @@ def learn(
 
     `more`: the folder can also hold images of classes that the model knows. `test`: a folder TEST/CLASS/* of test
     images, to compare the model before and after. `unbalanced`: do not help classes with few images. `dry_run` changes
-    nothing and estimates time and size. `shown` gets the images and their number, and passes them on, to show progress.
+    nothing and estimates time and size. `show` gets the images and their number, and passes them on, to show progress.
     """
     folder = _checked(run)
     given = open_folder(new, "--new", skip_bad)
@@ -113,9 +113,9 @@ def learn(
             require_space(folder.path, size)
             return dataclasses.replace(make, state_bytes=size, seconds=seconds)
         require_space(folder.path, _state_bytes(model))
-        before = {} if tests is None else _counts(model, tests, shown)
+        before = {} if tests is None else _counts(model, tests, show)
         began = time.perf_counter()
-        _fit(model, shown(given.prepared(model.transforms), len(given)), names, history.current)
+        _fit(model, show(given.prepared(model.transforms), len(given)), names, history.current)
         if not unbalanced:
             stream = folder.stream()
             model.method.classifier.favour_rare(sum(len(task) for task in stream["tasks"][: history.own]))
@@ -125,7 +125,7 @@ def learn(
             raise UserError(f"No image of the class '{empty[0]}' can be read: repair them, or remove the folder.")
         description = dataclasses.replace(model.description, classes=names)
         model = Predictor(model.method, model.transforms, description, model.device)  # records new CUDA graphs
-        after = {} if tests is None else _counts(model, tests, shown)
+        after = {} if tests is None else _counts(model, tests, show)
         _commit(folder, history, LearnedTask(learned.new_file(folder), added, images), model)
         return dataclasses.replace(
             make, images=images, state_bytes=_state_bytes(model), seconds=seconds,
@@ -228,11 +228,11 @@ def _state_bytes(model: Predictor) -> int:
     return sum(tensor.nbytes for tensor in model.method.task_state_dict().values())
 
 
-def _counts(model: Predictor, tests: ClassFolder, shown: Shown) -> dict[str, Count]:
+def _counts(model: Predictor, tests: ClassFolder, show: Show) -> dict[str, Count]:
     """Test images by class. A class that the model does not know yet has none right."""
     right, total = dict.fromkeys(tests.names, 0), dict.fromkeys(tests.names, 0)
     labels = tests.images.labels.tolist()
-    answers = shown(model.predict_each(tests.images.files, top=1), len(tests))
+    answers = show(model.predict_each(tests.images.files, top=1), len(tests))
     for index, (label, answer) in enumerate(zip(labels, answers, strict=True)):
         name = tests.names[label]
         if isinstance(answer, UserError):

@@ -24,17 +24,22 @@ def write_model(method: Method, description: Description, path: Path) -> None:
     if path.is_file():
         read_description(path, f"{path} exists and is not an exported model: choose another name.")
     make_folder(path.parent)
+    tensors = tensors_of(method)
+    try:
+        write_tensors(path, tensors, description.as_text())
+    except OSError as error:
+        raise disk_error(error, path) from None
+
+
+def tensors_of(method: Method) -> dict[str, Tensor]:
+    """What a method needs to predict, by the names in a file."""
     classifier = method.classifier
     state, task_state = method.for_answers(method.state_dict(), method.task_state_dict())
     if classifier.updates:
         needed = classifier.for_scores(classifier.state_dict())
         task_state = {name: needed.get(name.removeprefix(CLASSIFIER), t) for name, t in task_state.items()}
     parts = {"backbone": method.model.state_dict(), "method": state, "task": task_state}
-    tensors = {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
-    try:
-        write_tensors(path, tensors, description.as_text())
-    except OSError as error:
-        raise disk_error(error, path) from None
+    return {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
 
 
 def read_model(path: Path) -> tuple[dict[str, dict[str, Tensor]], Description]:
