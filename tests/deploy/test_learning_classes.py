@@ -155,6 +155,14 @@ def test_more_images_of_known_classes(run: Path, photos: Path, tmp_path: Path) -
     assert mambacl.learn(run, known, more=True).new == ["eel"] and mambacl.load(run).classes[-1] == "eel"
 
 
+def test_a_class_can_have_a_slash_in_its_name(run: Path, photos: Path, tmp_path: Path) -> None:
+    text = (run / "stream.json").read_text()
+    (run / "stream.json").write_text(text.replace('"ant"', '"insect/ant"'))
+    few(photos, tmp_path / "more" / "insect", ("ant",), part="old")
+    done = mambacl.learn(run, tmp_path / "more", more=True, test=tmp_path / "more")
+    assert done.new == [] and done.images == {"insect/ant": 2} and list(done.after) == ["insect/ant"]
+
+
 # Back
 
 

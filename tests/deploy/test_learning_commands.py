@@ -68,6 +68,14 @@ def test_learn_predict_and_go_back(place: Path, capsys: pytest.CaptureFixture[st
     assert "The run recorded the same counts." in printed(capsys, "evaluate", "run")
 
 
+def test_the_model_before_can_be_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "export", "run", "--out", "before.safetensors")
+    printed(capsys, "learn", "run", "--new", "new/train")
+    comparison = mambacl.compare("before.safetensors", "run", "tests")
+    assert (comparison.old.classes, comparison.new.classes) == (3, 5)
+    assert [one.name for one in comparison.classes if one.new] == ["cat", "dog"]
+
+
 def test_what_was_skipped_and_added_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "new" / "train" / "cat" / "bad.png").write_text("hello")
     shutil.copytree(place / "old" / "test" / "ant", place / "new" / "train" / "ant")

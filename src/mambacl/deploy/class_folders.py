@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mambacl.data.images import FileImages, in_threads
-from mambacl.data.sets.folders import SPLITS, class_folders, subfolders
+from mambacl.data.sets.folders import SPLITS, images_under, subfolders
 from mambacl.data.transforms import Transforms
+from mambacl.deploy.comparing import class_of
 from mambacl.errors import UserError
 from mambacl.files import expanded
 from mambacl.log import logger
@@ -58,20 +60,26 @@ class ClassFolder:
                 logger.warning("%s %s and is skipped.", self.images.files[index], made)
 
 
-def open_folder(folder: str | Path, option: str, skip_bad: bool = False) -> ClassFolder:
-    """`option`: how the user names the folder, for messages."""
+def open_folder(folder: str | Path, option: str, known: Collection[str] = (), skip_bad: bool = False) -> ClassFolder:
+    """`option`: how the user names the folder, for messages. A class in `known` can be a folder in a folder, as the
+    class 'T-shirt/top'."""
     place = expanded(folder)
     if not place.is_dir():
         what = "is a file" if place.exists() else "does not exist"
         raise UserError(f"{folder} {what}: {option} takes a folder with one folder of images per class.")
-    names = subfolders(place)
-    if splits := [name for name in names if name.lower() in SPLITS]:
+    folders = subfolders(place)
+    if splits := [name for name in folders if name.lower() in SPLITS]:
         split = "train" if option == "--new" and "train" in splits else splits[0]
         raise UserError(f"{folder} holds the folder '{split}', not classes: give {place / split} to {option}.")
-    if not names:
+    if not folders:
         raise UserError(f"{folder} has no class folders: {option} takes a folder that holds CLASS/* for each class.")
-    images = class_folders(place, names)
-    found = ClassFolder(names, images, skip_bad)
-    if empty := [name for name, count in found.counts().items() if not count]:
-        raise UserError(f"{place / empty[0]} has no images: add some, or remove the folder.")
-    return found
+    files: list[Path] = []
+    for name in folders:
+        found = images_under(place / name)
+        if not found:
+            raise UserError(f"{place / name} has no images: add some, or remove the folder.")
+        files += found
+    of_file = [class_of(file.relative_to(place), known) for file in files]
+    names = list(dict.fromkeys(of_file))
+    labels = np.array([names.index(name) for name in of_file], dtype=np.int64)
+    return ClassFolder(names, FileImages(place, files, labels), skip_bad)

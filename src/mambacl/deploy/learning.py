@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,35 +89,27 @@ def learn(
     nothing and estimates time and size. `show` gets the images and their number, and passes them on, to show progress.
     """
     folder = _checked(run)
-    given = open_folder(new, "--new", skip_bad)
-    tests = None if test is None else open_folder(test, "--test", skip_bad)
-    with ExitStack() as held:
-        if not dry_run:
-            held.enter_context(folder.locked())
+    with nullcontext() if dry_run else folder.locked():
+        stream = folder.stream()
+        history = learned.read_history(folder, len(stream["tasks"]))
+        known = learned.class_names(stream, history)
+        given = open_folder(new, "--new", known, skip_bad)
+        added = _new_classes(given, known, folder, more)
+        names = [*known, *added]
+        tests = None if test is None else _tests(test, names, skip_bad)
         model = from_run(folder, pick_device(device), with_task_state=True)
-        history = learned.read_history(folder, len(folder.stream()["tasks"]))
-        added = _new_classes(given, model.classes, folder, more)
-        names = [*model.classes, *added]
-        if tests is not None and (others := [name for name in tests.names if name not in names]):
-            raise UserError(
-                f"{test} has the class '{others[0]}', which neither the model nor {new} has: remove it, or add "
-                f"{expanded(new) / others[0]}."
-            )
-        make = Learning(
+        require_space(folder.path, _state_bytes(model))
+        plan = Learning(
             folder=folder.path, task=history.current + 1, new=added, images=given.counts(), classes=len(names),
             state_bytes=0, seconds=0.0, dry_run=dry_run,
         )  # fmt: skip
         if dry_run:
             seconds = _estimated(model, given, names, history.current)
-            size = _state_bytes(model)
-            require_space(folder.path, size)
-            return dataclasses.replace(make, state_bytes=size, seconds=seconds)
-        require_space(folder.path, _state_bytes(model))
+            return dataclasses.replace(plan, state_bytes=_state_bytes(model), seconds=seconds)
         before = {} if tests is None else _counts(model, tests, show)
         began = time.perf_counter()
         _fit(model, show(given.prepared(model.transforms), len(given)), names, history.current)
         if not unbalanced:
-            stream = folder.stream()
             model.method.classifier.favour_rare(sum(len(task) for task in stream["tasks"][: history.own]))
         seconds = time.perf_counter() - began
         images = given.counts()
@@ -127,10 +119,10 @@ def learn(
         model = Predictor(model.method, model.transforms, description, model.device)  # records new CUDA graphs
         after = {} if tests is None else _counts(model, tests, show)
         _commit(folder, history, LearnedTask(learned.new_file(folder), added, images), model)
-        return dataclasses.replace(
-            make, images=images, state_bytes=_state_bytes(model), seconds=seconds,
-            skipped=given.skipped, before=before, after=after,
-        )  # fmt: skip
+    return dataclasses.replace(
+        plan, images=images, state_bytes=_state_bytes(model), seconds=seconds, skipped=given.skipped, before=before,
+        after=after,
+    )  # fmt: skip
 
 
 def rollback(run: str | Path, task: int) -> list[str]:
@@ -183,6 +175,15 @@ def _new_classes(given: ClassFolder, known: list[str], folder: RunFolder, more: 
             f"{folder.path} already has the class '{both[0]}': add --more to give it more images, or rename the folder."
         )
     return [name for name in given.names if name not in known]
+
+
+def _tests(test: str | Path, names: list[str], skip_bad: bool) -> ClassFolder:
+    tests = open_folder(test, "--test", names, skip_bad)
+    if others := [name for name in tests.names if name not in names]:
+        raise UserError(
+            f"{test} has the class '{others[0]}', which neither the model nor the new images have: remove it."
+        )
+    return tests
 
 
 def _fit(model: Predictor, images: Iterable[tuple[Tensor, str]], names: list[str], task: int) -> None:
