@@ -73,7 +73,7 @@ def test_the_model_before_can_be_compared(place: Path, capsys: pytest.CaptureFix
     printed(capsys, "learn", "run", "--new", "new/train")
     comparison = mambacl.compare("before.safetensors", "run", "tests")
     assert (comparison.old.classes, comparison.new.classes) == (3, 5)
-    assert [one.name for one in comparison.classes if one.new] == ["cat", "dog"]
+    assert [one.name for one in comparison.classes if one.is_new] == ["cat", "dog"]
 
 
 def test_what_was_skipped_and_added_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
