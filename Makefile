@@ -2,12 +2,13 @@
 # make test    style, types and all tests
 # make test-fast    all but the slow tests
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
+# make test-extras    what the extras add, with their real libraries
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-cpus test-gpu wheel clean
+.PHONY: demo test test-fast test-cpus test-extras test-gpu wheel clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare mamba-cl,sequential
@@ -23,6 +24,9 @@ test-fast: .venv/installed-dev
 
 test-cpus: .venv/installed-dev
 	sh tools/test_cpus.sh $(BIN)/python
+
+test-extras: .venv/installed-extras
+	$(BIN)/pytest -m extras --durations=15
 
 test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15
@@ -45,6 +49,10 @@ wheel: .venv/bin/pip
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	touch $@
+
+.venv/installed-extras: .venv/installed-dev
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[extras]'
 	touch $@
 
 clean:
