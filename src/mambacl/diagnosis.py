@@ -26,7 +26,7 @@ from mambacl.errors import UserError
 Status = Literal["ok", "slow", "missing", "broken"]
 Version = tuple[int, ...]
 
-FOR_DEVELOPERS = "dev"  # the extra of those who change mambacl
+FOR_DEVELOPERS = ("dev", "extras")  # the extras of those who change mambacl
 LITTLE_DISK = 5e9  # bytes; a run of the nano model with checkpoints and report takes less than 1 GB
 LITTLE_MEMORY = 2e9  # bytes free on a GPU
 MOST_DIFFERENCE = 1e-4  # between a kernel and its plain twin, of values of size 1 in float32
@@ -408,7 +408,7 @@ def extra_findings(known: Iterable[Requirement], versions: Mapping[str, str | No
     """One finding per extra of the package, in the metadata's order. `versions` are those installed."""
     by_extra: dict[str, list[Requirement]] = {}
     for requirement in known:
-        if requirement.extra and requirement.extra != FOR_DEVELOPERS:
+        if requirement.extra and requirement.extra not in FOR_DEVELOPERS:
             by_extra.setdefault(requirement.extra, []).append(requirement)
     for extra, needed in by_extra.items():
         lacking = [requirement for requirement in needed if not requirement.met_by(versions.get(requirement.name))]
