@@ -120,6 +120,23 @@ def test_a_classifier_from_elsewhere_is_taken_over() -> None:
         separate.take_over(nn.Identity())
 
 
+def test_heads_that_start_at_zero_keep_what_their_classes_share_at_zero() -> None:
+    """Cross-entropy moves the weights of a task's classes by steps that add up to zero."""
+    features, labels = some()
+    means = {}
+    for start in ("random", "zero"):
+        heads = SeparateHeads(FEATURES, start=start)
+        heads.add_task(int(labels.max()) + 1, seed=3)
+        optimizer = torch.optim.SGD(heads.parameters(), lr=0.5)
+        for _ in range(5):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(heads.task_logits(features), labels).backward()
+            optimizer.step()
+        assert heads.heads[0].weight.abs().max() > 0.01
+        means[start] = heads.heads[0].weight.mean(0).abs().max()
+    assert means["zero"] < 1e-6 < 1e-3 < means["random"]
+
+
 def test_trained_heads_cannot_be_merged() -> None:
     with pytest.raises(UserError, match="'separate' is trained step by step"):
         SeparateHeads(FEATURES).merge(SeparateHeads(FEATURES))

@@ -27,7 +27,7 @@ from mambacl.backbones.layers import (
     mlp,
     run_blocks,
 )
-from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights, packaged
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.ops.precision import at_least_float32, full_precision
@@ -323,7 +323,11 @@ _MINI = {**_NANO, "dim": 32, "in_dim": 32, "depths": (1, 2, 6, 3)}
 
 _register("", {})
 _register("nano", {**_NANO, "mlp_ratio": 2.0, "num_classes": 200, "resolution": 32, "stem_stride": 1})
-_register("mini", {**_MINI, "num_classes": 200, "resolution": 32, "stem_stride": 1})
+_register(
+    "mini",
+    {**_MINI, "num_classes": 200, "resolution": 32, "stem_stride": 1},
+    {"tin32-38ep": packaged("mambavision_mini_tin32_38ep.safetensors", 44.2)},
+)
 _register("tiny", {}, _public("T-1K", "tiny_1k", 82.3))
 _register("tiny2", {"depths": (1, 3, 11, 4), "crop_pct": 0.98}, _public("T2-1K", "tiny2_1k", 82.7))
 _register("small", {**_SMALL, "crop_pct": 0.93}, _public("S-1K", "small_1k", 83.3))

@@ -26,7 +26,7 @@ from mambacl.backbones.layers import (
     initialize_linear,
     run_blocks,
 )
-from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights, packaged
 from mambacl.errors import UserError
 from mambacl.ops.linear import is_plain
 from mambacl.ops.precision import at_least_float32, full_precision
@@ -308,7 +308,11 @@ def _public(size: str, file: str, top1: float) -> dict[str, PublicWeights]:
 
 _register("vim", {})
 _register("vim_nano", NANO)
-_register("vim_mini", {**NANO, "embed_dim": 192, "depth": 12})
+_register(
+    "vim_mini",
+    {**NANO, "embed_dim": 192, "depth": 12},
+    {"tin32-22ep": packaged("vim_mini_tin32_22ep.safetensors", 33.6)},
+)
 _register("vim_tiny", {}, _public("tiny", "t_midclstok_76p1acc", 76.1))
 _register("vim_tiny_stride8", {"stride": 8}, _public("tiny", "t_midclstok_ft_78p3acc", 78.3))
 _register("vim_small", {"embed_dim": 384}, _public("small", "s_midclstok_80p5acc", 80.5))

@@ -27,7 +27,7 @@ from mambacl.backbones.layers import (
     mlp,
     run_blocks,
 )
-from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights, packaged
 from mambacl.errors import UserError
 from mambacl.ops.cross import DIRECTIONS, cross_merge, cross_scan, scan_map
 from mambacl.ops.precision import at_least_float32, full_precision
@@ -400,7 +400,7 @@ def _register(name: str, config: dict[str, Any], weights: Mapping[str, PublicWei
 
 _register("vmamba", {})
 _register("vmamba_nano", NANO)
-_register("vmamba_mini", MINI)
+_register("vmamba_mini", MINI, {"tin32-31ep": packaged("vmamba_mini_tin32_31ep.safetensors", 39.9)})
 _register("vanilla_vmamba_nano", NANO)
 for _name, (_depth, _width, _ratio, _file, _top1) in SIZES.items():
     _config = {"depths": (2, 2, _depth, 2), "dims": _width, "ssm_ratio": _ratio}
