@@ -1,5 +1,5 @@
-"""Runs the study that docs/study.md reports, on CIFAR-100: methods, classifiers, settings, state sizes, numbers of
-tasks, backbones.
+"""Runs the study that docs/study.md reports, on CIFAR-100: methods, classifiers, separate heads, settings, state sizes,
+numbers of tasks, backbones.
 
     python examples/study.py --root FOLDER --out runs/study --json docs/results/study.json
 
@@ -40,6 +40,8 @@ RIDGE = {
 JOINT = {"method": "sequential", "stream.tasks": 1}
 RATES = {"training.lr": [2e-5, 2e-4, 1e-3]}
 HEAD_RATES = {"training.head_lr": [1e-3, 1e-2, 3e-2]}
+FROM_ZERO = {"classifier": "separate", "classifier_options": {"start": "zero"}, "training.heads": "new"}
+SMALL = {"classifier_options.state_limit": "100MB"}
 
 # table -> row -> options
 STUDY: dict[str, dict[str, dict[str, Any]]] = {
@@ -65,6 +67,15 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
         )
         for name, own in (("nearest-mean", {}), ("lda", {}), ("gaussian", {}), ("ridge", {"state_limit": "1GB"}))
     },
+    "separate heads": {
+        f"{name}, heads from zero, mirror images at test": {**options, **FROM_ZERO, "features.mirror": "both"}
+        for name, options in (
+            ("Mamba-CL, public-code", {"method": "mamba-cl"}),
+            ("Mamba-CL, exact, energy:0.99", PROTECTED),
+            ("fine-tuning", {"method": "sequential"}),
+            ("frozen", {"method": "frozen"}),
+        )
+    },
     "settings": {
         f"{setting}, {rank}": {"method": "mamba-cl", "setting": setting, "nullspace.rank": rank}
         for setting in ("public-code", "exact")
@@ -76,13 +87,14 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tasks": {
         f"{name}, {tasks} tasks": {**options, "stream.tasks": tasks}
-        for name, options in (("analytic", {}), ("Mamba-CL, public-code", {"method": "mamba-cl"}))
+        for name, options in (("analytic, 100 MB", SMALL), ("Mamba-CL, public-code", {"method": "mamba-cl"}))
         for tasks in (5, 10, 20, 50)
     },
     "backbones": {
-        f"{name}, {weights}": {"backbone": name, "pretrained": weights}
+        f"{name}, {weights}{what}": {"backbone": name, "pretrained": weights, **options}
         for name in ("defocus_mamba_nano", "vim_mini", "vmamba_mini", "mambavision_mini")
         for weights in MODELS.get(name).weights
+        for what, options in ((", 1 GB", {}), (", 100 MB", SMALL))
     },
 }
 # row -> an option and the values to try
@@ -97,6 +109,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "EASE": RATES,
     "all classes at once, softmax": RATES,
     "all classes at once, softmax, mirror images at test": RATES,
+    **{row: {"training.head_lr": [3e-4, 1e-3, 3e-3]} for row in STUDY["separate heads"]},
 }
 
 
