@@ -1,0 +1,84 @@
+"""Charts of pages: a matplotlib figure as SVG, the places to hover over, and its numbers as a table and as CSV.
+
+Why matplotlib and a script of 2 kB, instead of a plotting library for browsers: a page must be one file that works
+offline, so each page would carry that library. Plotly's is 4.5 MB, those of Bokeh and Vega-Lite about 1 MB, and both
+need packages of 6 to 40 MB besides. Matplotlib is installed anyway (its licence allows any use), a chart is 20 to 40
+kB, and it prints and shows without a script. Its colours are the page's, so they follow light and dark, and its texts
+are texts, in the fonts of the browser.
+"""
+
+import functools
+import io
+import re
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
+from matplotlib.text import Text
+
+from mambacl.reports import figures
+from mambacl.reports.marks import placed_marks
+from mambacl.reports.tables import Table
+from mambacl.reports.templating import Chart
+
+VARIABLES = {  # colours of figures -> those of style.css
+    figures.INK: "--ink",
+    figures.QUIET: "--quiet",
+    figures.FAINT: "--line",
+    figures.TINT: "--code",
+    figures.NULL_TINT: "--null-ground",
+    figures.COLOURS[-1]: "--grey",
+    "#ffffff": "--card",
+}
+WIDE_FONTS = (  # with Chinese, Japanese and Korean signs, on Linux, macOS and Windows
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK TC", "Source Han Sans SC",
+    "Source Han Sans", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "PingFang SC",
+    "Hiragino Sans GB", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "SimHei",
+    "Yu Gothic", "MS Gothic", "Malgun Gothic", "NanumGothic", "IPAexGothic", "IPAGothic", "Noto Serif CJK SC",
+)  # fmt: skip
+
+
+def chart(name: str, figure: Figure, numbers: Table) -> Chart:
+    _use_wide_fonts(figure)
+    png = figures.png(figure)
+    width, _ = figure.get_size_inches()
+    return Chart(name, _svg(name, figure), png, round(96 * width), placed_marks(figure), numbers)
+
+
+def _svg(name: str, figure: Figure) -> str:
+    """The figure as an element of a page: ids are unique, colours and fonts are those of the page."""
+    out = io.StringIO()
+    with figures.style():
+        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "mambacl"})
+        FigureCanvasSVG(figure).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', svg)
+    svg = svg.replace("xlink:href", "href").replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: _variable(found[0]), svg)
+    svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
+    width, height = 72 * figure.get_size_inches()
+    svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="0 0 {width:g} {height:g}" aria-hidden="true">', svg, count=1)
+    return re.sub(r"\s+", " ", svg).replace("> <", "><").strip()
+
+
+def _variable(colour: str) -> str:
+    found = next((name for known, name in VARIABLES.items() if known.lower() == colour), None)
+    return colour if found is None else f"var({found})"
+
+
+def _use_wide_fonts(figure: Figure) -> None:
+    """Gives texts in Chinese, Japanese or Korean an installed font that has their signs, for the PNG."""
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        if any(sign >= "\u2e80" or "\u1100" <= sign <= "\u11ff" for sign in text.get_text()):
+            text.set_fontfamily(["DejaVu Sans", *_wide_fonts()])
+
+
+@functools.cache
+def _wide_fonts() -> list[str]:
+    installed = {font.name for font in fontManager.ttflist}
+    return [name for name in WIDE_FONTS if name in installed][:3]
