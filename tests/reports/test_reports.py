@@ -226,7 +226,9 @@ class Page(HTMLParser):
 def checked(path: Path) -> tuple[Page, str]:
     html = path.read_text(encoding="utf-8")
     page = Page(html)
-    assert all(re.match(r"data:(image/png|text/csv;charset=utf-8);base64,|#", address) for address in page.addresses)
+    assert all(
+        re.match(r"data:(image/png|image/jpeg|text/csv;charset=utf-8);base64,|#", address) for address in page.addresses
+    )
     assert {address[1:] for address in page.addresses if address.startswith("#")} <= page.ids
     assert page.missing_alt == 0 and page.tags.count("script") == 1 and "link" not in page.tags
     assert "@import" not in html and html.count("url(") == html.count("url(#")
@@ -287,7 +289,8 @@ def test_the_page_of_a_run_without_training(tmp_path):
     for absent in absent_words.split("|"):
         assert absent not in words.split("Configuration To reproduce")[0], absent
     assert not re.search(r"<(ul|dl|p|section)[^>]*>\s*</\1>", html)  # nothing is empty
-    check_pictures(run.folder / "figures", {"accuracy.png", "matrix.png", "forgetting.png"})
+    own = {"accuracy.png", "matrix.png", "forgetting.png", "classes.png", "task-confusion.png"}
+    check_pictures(run.folder / "figures", own)
     other = make_run(tmp_path / "other", *many_tasks(3, 0.02), method="mamba-cl", epochs=2, benchmark="small")
     assert "analytic" in "".join(checked(write_report([run.folder, other], tmp_path / "both"))[0].words)
 
@@ -398,7 +401,7 @@ def test_a_long_spectrum_keeps_its_ends():
 def test_any_number_of_tasks(tmp_path, count):
     folder = make_run(tmp_path / "a", *many_tasks(count, 0.002), epochs=1)
     html = checked(write_report([folder]))[1]
-    assert html.count('class="row">after ') == count and html.count('class="drawing"') == (3 if count == 1 else 4)
+    assert html.count('class="row">after ') == count and html.count('class="drawing') == (3 if count == 1 else 4)
 
 
 def test_figures_leave_the_global_style_alone_and_give_the_same_bytes(tmp_path):

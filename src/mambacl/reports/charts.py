@@ -10,11 +10,14 @@ are texts, in the fonts of the browser.
 import functools
 import io
 import re
+import warnings
+from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
+from matplotlib.font_manager import findSystemFonts, fontManager
 from matplotlib.text import Text
 
 from mambacl.reports import figures
@@ -37,13 +40,19 @@ WIDE_FONTS = (  # with Chinese, Japanese and Korean signs, on Linux, macOS and W
     "Hiragino Sans GB", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "SimHei",
     "Yu Gothic", "MS Gothic", "Malgun Gothic", "NanumGothic", "IPAexGothic", "IPAGothic", "Noto Serif CJK SC",
 )  # fmt: skip
+WIDE_FILES = re.compile(
+    r"SansCJK.*Regular|SourceHanSans.*Regular|wqy|DroidSansFallback|PingFang|Hiragino|AppleSDGothic|msyh\.|simhei|"
+    r"YuGothR|msgothic|malgun\.|NanumGothic\.|ipag|SerifCJK.*Regular"
+)
 
 
 def chart(name: str, figure: Figure, numbers: Table) -> Chart:
     _use_wide_fonts(figure)
-    png = figures.png(figure)
-    width, _ = figure.get_size_inches()
-    return Chart(name, _svg(name, figure), png, round(96 * width), placed_marks(figure), numbers)
+    with warnings.catch_warnings():
+        # Without such a font the PNG has boxes; the page has not, because the browser finds one.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        png, svg = figures.png(figure), _svg(name, figure)
+    return Chart(name, svg, png, round(96 * figure.get_figwidth()), placed_marks(figure), numbers)
 
 
 def _svg(name: str, figure: Figure) -> str:
@@ -72,13 +81,28 @@ def _variable(colour: str) -> str:
 
 def _use_wide_fonts(figure: Figure) -> None:
     """Gives texts in Chinese, Japanese or Korean an installed font that has their signs, for the PNG."""
-    for text in figure.findobj(Text):
-        assert isinstance(text, Text)
-        if any(sign >= "\u2e80" or "\u1100" <= sign <= "\u11ff" for sign in text.get_text()):
+    texts: list[Any] = figure.findobj(Text)
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):  # whose labels get their texts only when they are drawn
+            if any(map(_is_wide, getattr(axis.get_major_formatter(), "seq", ()))):
+                texts += axis.get_ticklabels()
+    for text in texts:
+        if _is_wide(text.get_text()):
             text.set_fontfamily(["DejaVu Sans", *_wide_fonts()])
+
+
+def _is_wide(text: str) -> bool:
+    return any(sign >= "\u2e80" or "\u1100" <= sign <= "\u11ff" for sign in text)
 
 
 @functools.cache
 def _wide_fonts() -> list[str]:
-    installed = {font.name for font in fontManager.ttflist}
-    return [name for name in WIDE_FONTS if name in installed][:3]
+    """The names of such fonts. Matplotlib's list of fonts can be older than the fonts, so their files are looked up."""
+    found = [name for name in WIDE_FONTS if name in {font.name for font in fontManager.ttflist}]
+    if not found:
+        before = len(fontManager.ttflist)
+        for path in sorted(findSystemFonts()):
+            if WIDE_FILES.search(Path(path).name) and len(fontManager.ttflist) < before + 3:
+                fontManager.addfont(path)
+        found = [font.name for font in fontManager.ttflist[before:]]
+    return list(dict.fromkeys(found))[:3]

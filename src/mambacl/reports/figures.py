@@ -8,6 +8,7 @@ of every text, many lines are one artist, and a figure is drawn only once.
 """
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,11 +33,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_STYLES = ("-", "--", ":", "-.")
 INK, QUIET, FAINT, TINT = "#22272e", "#6b7480", "#d9dee4", "#eff2f5"
 NULL_TINT = "#d9efe8"
-CELL_INK = "#22272f"  # on a coloured cell: the same on a dark page, unlike INK
+CELL_INK, CELL_WHITE = "#22272f", "#fffffe"  # on a coloured cell: the same on a dark page, unlike INK and white
 BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b83bd", "#08406e"])
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DPI = 150
-LONGEST_LABEL = 60
+LONGEST_LABEL, LONGEST_CLASS = 60, 24
 MAX_NUMBERED_TASKS = 12  # with more tasks, cells and points have no numbers
 LEGEND_ROW = 0.24  # inches
 STYLE: Any = {  # untyped, because the keys differ between releases of matplotlib
@@ -123,7 +124,7 @@ def accuracy_matrix(record: RunRecord) -> Figure:
     )
     if numbered:
         for t, j in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
-            colour = "white" if (matrix[t, j] - low) / (high - low) > 0.64 else CELL_INK
+            colour = CELL_WHITE if (matrix[t, j] - low) / (high - low) > 0.64 else CELL_INK
             axes.text(j, t, one_decimal(matrix[t, j]), ha="center", va="center", color=colour, fontsize=8.5)
     else:
         bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03)
@@ -150,7 +151,7 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
     """
     headline = common_headline(run for group in groups for run in group.runs)
     alone = len(groups) == 1 and len(groups[0].runs) == 1
-    figure, (axes,) = frame(7.0, 5.6) if alone else frame(7.6, 4.6)  # a single run's curve is next to its matrix
+    figure, (axes,) = frame(5.4, 4.7) if alone else frame(6.2, 4.4)  # a single run's curve is next to its matrix
     drawn = [(group, *group.after_each_task(headline)) for group in groups]
     longest = max((len(mean) for _, mean, _ in drawn), default=0)
     if alone:
@@ -187,7 +188,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     """Each task's best accuracy before the last task and its accuracy now; the gap is what was forgotten."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
-    figure, (axes,) = frame(7.2, 3.9)
+    figure, (axes,) = frame(5.8, 3.7)
     numbers = _task_numbers(matrix)
     now = matrix[-1]
     best = np.array([*(np.max(matrix[j:-1, j]) for j in range(done - 1)), np.nan])
@@ -218,7 +219,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
 @styled
 def forgetting_curves(groups: Sequence[Group]) -> Figure:
     """How much each task was forgotten after the last task: a line per group, the mean over seeds, with a band."""
-    figure, (axes,) = frame(7.2, 4.0)
+    figure, (axes,) = frame(5.8, 3.9)
     for i, group in enumerate(groups):
         losses = 100 * np.stack([run.forgetting_by_task() for run in group.runs])  # (seeds, tasks - 1)
         std = losses.std(axis=0, ddof=1) if len(losses) > 1 else None
@@ -241,7 +242,7 @@ def final_figures(groups: Sequence[Group]) -> Figure:
     labels = [label_of(group) for _, group in finished]
     margin = 0.3 + 0.085 * max(map(len, labels), default=0)  # names can be long
     height = 1.3 + 0.5 * max(len(finished), 1)
-    figure, (left, right) = frame(7.2 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
+    figure, (left, right) = frame(5.6 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
     names = (
         (left, f"final_accuracy_{headline}", "Final accuracy (%), higher is better"),
         (right, "forgetting", "Forgetting (points), lower is better"),
@@ -280,7 +281,7 @@ def training_curves(record: RunRecord) -> Figure:
     panels = [("loss", "training loss", 1.0), ("accuracy", "training accuracy (%)", 100.0)]
     panels = [panel for panel in panels if any(isinstance(epoch.get(panel[0]), int | float) for epoch in epochs)]
     count = max(len(panels), 1)
-    figure, grid = frame(7.2, 1.4 + 1.9 * count, count, sharex=True, top=0.62)
+    figure, grid = frame(6.0, 1.4 + 1.8 * count, count, sharex=True, top=0.62)
     starts = [i for i, epoch in enumerate(epochs) if i == 0 or epoch["task"] != epochs[i - 1]["task"]]
     ends = [*starts[1:], len(epochs)]
     bounds = list(zip(starts, ends, strict=True))
@@ -359,6 +360,12 @@ def power_of_ten(value: float) -> str:
     return "10" + str(round(np.log10(value))).translate(SUPERSCRIPTS)
 
 
+def label_of_class(name: str) -> str:
+    """A class name as plain text on one line."""
+    name = re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]+", " ", name)
+    return (name if len(name) <= LONGEST_CLASS else name[: LONGEST_CLASS - 1] + "…").replace("$", r"\$")
+
+
 def label_of(group: Group) -> str:
     """A group's label as plain text on one line. Matplotlib would take dollar signs for formulas, and hide a label that
     begins with an underscore from the legend."""
@@ -385,7 +392,7 @@ def legend_below(figure: Figure, axes: Any, entries: int) -> None:
     """Puts the legend below the plot, in as many columns as the names allow, and shrinks the plot accordingly."""
     handles, labels = axes.get_legend_handles_labels()
     longest = max((len(label) for label in labels), default=1)
-    columns = max(1, min(entries, 4, 84 // (longest + 6)))
+    columns = max(1, min(entries, 4, int(11.5 * figure.get_figwidth()) // (longest + 6)))
     rows = -(-len(labels) // columns)
     height = figure.get_figheight()
     figure.subplots_adjust(bottom=figure.subplotpars.bottom + (rows * LEGEND_ROW + 0.06) / height)

@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from mambacl.reports import audits, figures, numbers, spectra
+from mambacl.reports import audits, confusions, figures, numbers, spectra
 from mambacl.reports.charts import chart
 from mambacl.reports.groups import Group, Value, common_headline, group_runs
+from mambacl.reports.learned import learned_table
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
+from mambacl.reports.significance import significance_table
 from mambacl.reports.tables import comparison_table, differences_table, metrics_table, progress_table
 from mambacl.reports.templating import Page, render
 from mambacl.training.metrics import Metric, table_metrics
@@ -26,6 +28,8 @@ def run_page(record: RunRecord) -> Page:
         "features": _features(record),
         "accuracy": _accuracy(record),
         "forgetting": _forgetting(record),
+        "by_class": _by_class(record),
+        "learned": None if record.learned is None else learned_table(record.learned),
         "training": _training(record),
         "null_space": _null_space(record),
         "audit": _audit(record),
@@ -95,6 +99,24 @@ def _forgetting(record: RunRecord) -> Data:
     worst = int(np.nanargmax(lost)) if np.isfinite(lost).any() else 0
     drawn = chart("forgetting", figures.forgetting_by_task(record), numbers.forgetting(record))
     return {"chart": drawn, "worst": lost[worst], "worst_task": worst + 1}
+
+
+def _by_class(record: RunRecord) -> Data:
+    confusion = record.confusion
+    if confusion is None or not confusion.counts:
+        return {}
+    table, done = confusions.classes_table(record, confusion), record.tasks_done
+    data: Data = {
+        "classes": chart("classes", confusions.class_accuracies(record, confusion), table),
+        "between": None,
+        **confusions.commonest(record, confusion),
+    }
+    if record.scenario == "class" and done > 1:
+        counts = confusion.between_tasks(record.tasks[:done])
+        drawn, listed = confusions.task_confusion(counts), confusions.task_confusion_table(counts)
+        data["between"] = chart("task-confusion", drawn, listed)
+        data["other_task"] = 100 * (counts.sum() - np.trace(counts)) / max(1, counts.sum())
+    return data
 
 
 def _training(record: RunRecord) -> Data:
@@ -199,6 +221,7 @@ def comparison_page(records: Sequence[RunRecord]) -> Page:
         "backbones": list(dict.fromkeys(record.backbone for record in records)),
         "best": _best(records, groups),
         "results": comparison_table(records, tasks="none"),
+        "significance": significance_table(groups),
         "final": _compared_final(groups, common_headline(records)),
         "curves": _compared_curves(groups, common_headline(records)),
         "forgetting": _compared_forgetting(groups),

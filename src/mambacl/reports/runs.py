@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from mambacl.errors import UserError
 from mambacl.files import ALIAS
 from mambacl.training import metrics
+from mambacl.training.confusion import Confusion
 from mambacl.training.folder import RunFolder
+from mambacl.training.learned import History, read_history
 
 Floats = NDArray[np.float64]
 
@@ -46,6 +48,10 @@ class RunRecord:
     """block, kind and feature of each protected part, as stored with the spectra"""
     audit: Mapping[str, Any] = field(default_factory=dict)
     """contents of audit.json, or empty"""
+    confusion: Confusion | None = None
+    """after the last task; None if the run did not record it"""
+    learned: History | None = None
+    """tasks that `mambacl learn` has added; None if there are none"""
     setting: Mapping[str, Any] = field(default_factory=dict)
     """the null-space setting stored with the spectra, or the configuration's"""
 
@@ -59,8 +65,12 @@ class RunRecord:
 
     @property
     def benchmark(self) -> str:
-        """The benchmark's name, with the scenario if it is not "class": scenarios do not compare."""
+        """The benchmark's name, with the scenario if it is not "class": scenarios do not compare. A run on a user's own
+        images has the name of their folder, not of the preset."""
         name = str(self.results.get("benchmark", "unknown benchmark"))
+        stream = self.config.get("stream")
+        if name in ("run", "images") and isinstance(stream, Mapping) and stream.get("root"):
+            name = Path(str(stream["root"])).name or name
         return name if self.scenario == "class" else f"{name}, {self.scenario}-incremental"
 
     @property
@@ -162,6 +172,8 @@ def load_run(path: str | Path) -> RunRecord:
         stream=folder.stream() if folder.has_stream() else {},
         epochs=tuple(epochs[key] for key in sorted(epochs)),
         audit=folder.audit(),
+        confusion=folder.confusion(len(results["correct"]) - 1),
+        learned=history if (history := read_history(folder, len(results["correct"]))).tasks else None,
         **spectra,
     )
 
