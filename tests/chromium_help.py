@@ -68,7 +68,7 @@ class Tab:
         self.wait_for("Page.loadEventFired")
 
     def value(self, expression: str) -> Any:
-        found = self("Runtime.evaluate", expression=expression, returnByValue=True)
+        found = self("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 

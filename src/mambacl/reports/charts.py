@@ -68,7 +68,8 @@ def _svg(name: str, figure: Figure) -> str:
     svg = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', svg)
     svg = svg.replace("xlink:href", "href").replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: _variable(found[0]), svg)
-    svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
+    # Releases of matplotlib write `font: 10px 'DejaVu Sans', ...` or `font-size: 10px; font-family: ...`.
+    svg = re.sub(r"(font-family:|font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
     width, height = 72 * figure.get_size_inches()
     svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="0 0 {width:g} {height:g}" aria-hidden="true">', svg, count=1)
     return re.sub(r"\s+", " ", svg).replace("> <", "><").strip()

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
 
 from mambacl.reports.figures import BLUES, CELL_INK, CELL_WHITE, COLOURS, frame, label_of_class, styled
+from mambacl.reports.groups import Value
 from mambacl.reports.marks import mark
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.samples import thumbnails
-from mambacl.reports.tables import Column, Table, Value
+from mambacl.reports.tables import Column, Table
 from mambacl.training.confusion import Confusion
 
 MOST_NAMED = 40  # classes with their name beside their bar
@@ -73,7 +75,7 @@ def class_accuracies(record: RunRecord, confusion: Confusion) -> Figure:
 
 
 @styled
-def task_confusion(counts: np.ndarray[Any, Any]) -> Figure:
+def task_confusion(counts: NDArray[Any]) -> Figure:
     """A row per task of the image, a column per task of the answer, in per cent of the row."""
     done = len(counts)
     shares = _shares(counts)
@@ -101,7 +103,7 @@ def task_confusion(counts: np.ndarray[Any, Any]) -> Figure:
     return figure
 
 
-def task_confusion_table(counts: np.ndarray[Any, Any]) -> Table:
+def task_confusion_table(counts: NDArray[Any]) -> Table:
     shares = _shares(counts)
     rows = tuple(
         (str(t + 1), *(f"{n} ({share:.1f}%)" for n, share in zip(counts[t], shares[t], strict=True)))
@@ -111,7 +113,7 @@ def task_confusion_table(counts: np.ndarray[Any, Any]) -> Table:
     return Table("Test images by the task of their class and of the answer", columns, rows)
 
 
-def _shares(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _shares(counts: NDArray[Any]) -> NDArray[Any]:
     totals = counts.sum(axis=1, keepdims=True)
     return np.where(totals > 0, 100 * counts / np.maximum(totals, 1), np.nan)
 

@@ -294,7 +294,7 @@ def training_curves(record: RunRecord) -> Figure:
             f"task {e['task'] + 1}, epoch {e['epoch'] + 1}, {label}: {v:.4g}"
             for e, v in zip(epochs, values, strict=True)
         ]
-        mark(axes, *points.T, words)
+        mark(axes, points[:, 0], points[:, 1], words)
         single = [a for a, b in bounds if b - a == 1]  # a line with one point is invisible
         axes.plot(*points[single].T, "o", color=colour, markersize=3)
         shaded = [(a + 0.5, b - a) for a, b in bounds[1::2]]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from mambacl.config import preset_names
 from mambacl.errors import UserError
 from mambacl.files import ALIAS
 from mambacl.training import metrics
@@ -21,6 +22,7 @@ from mambacl.training.folder import RunFolder
 from mambacl.training.learned import History, read_history
 
 Floats = NDArray[np.float64]
+OWN_IMAGES = ("folders", "domain-folders", "manifest")  # data sets that are the user's
 
 
 class Spectrum(NamedTuple):
@@ -65,13 +67,19 @@ class RunRecord:
 
     @property
     def benchmark(self) -> str:
-        """The benchmark's name, with the scenario if it is not "class": scenarios do not compare. A run on a user's own
-        images has the name of their folder, not of the preset."""
-        name = str(self.results.get("benchmark", "unknown benchmark"))
-        stream = self.config.get("stream")
-        if name in ("run", "images") and isinstance(stream, Mapping) and stream.get("root"):
-            name = Path(str(stream["root"])).name or name
+        """The benchmark's name, with the scenario if it is not "class": scenarios do not compare."""
+        name = self._own_images() or str(self.results.get("benchmark", "unknown benchmark"))
         return name if self.scenario == "class" else f"{name}, {self.scenario}-incremental"
+
+    def _own_images(self) -> str | None:
+        """The name of the user's folder or manifest, if the run would otherwise have the name of a preset."""
+        stream = self.config.get("stream")
+        if not isinstance(stream, Mapping) or not stream.get("root") or stream.get("dataset") not in OWN_IMAGES:
+            return None
+        if self.results.get("benchmark") not in ("run", *preset_names()):
+            return None
+        root = Path(str(stream["root"]))
+        return (root.stem if stream["dataset"] == "manifest" else root.name) or None
 
     @property
     def scenario(self) -> str:

@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from mambacl.errors import UserError
@@ -19,12 +20,12 @@ def thumbnails(record: RunRecord, wanted: Iterable[Place]) -> tuple[dict[Place, 
     """The pictures as addresses for an HTML page; or none, and the reason in one sentence."""
     from mambacl.data.dataset import indices_by_group
     from mambacl.data.stream import open_data
-    from mambacl.data.tasks import tasks_or_domains
+    from mambacl.data.tasks import Tasks, tasks_or_domains
 
     try:
         config = RunFolder(record.folder).config().stream
         dataset = open_data(config)
-        cut = "own" if config.own_tasks else config.tasks
+        cut: Tasks = "own" if config.own_tasks else config.tasks
         order = config.order, config.order_seed, config.first_task
         _, tasks, domains = tasks_or_domains(dataset, config.scenario, cut, *order)
         if domains is None:
@@ -41,7 +42,7 @@ def thumbnails(record: RunRecord, wanted: Iterable[Place]) -> tuple[dict[Place, 
         return {}, f"The page has no sample images, because the run's data cannot be read: {error}"
 
 
-def _address(pixels: np.ndarray) -> str:  # type: ignore[type-arg]
+def _address(pixels: NDArray[np.uint8]) -> str:
     image = Image.fromarray(np.ascontiguousarray(pixels))
     scale = min(1.0, SIDE / max(image.size))
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))

@@ -224,8 +224,8 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
         corners.append([(corner, bottom), (corner, top)])
         curves.append(panel.curve(relative[i]))
         some = thinned(panel.size, MARKED)
-        words = [f"block {block}, direction {n}: {relative[i][n - 1]:.2e} of the largest" for n in some]
-        mark(figure, panel.x(some), panel.y(relative[i][some - 1]), words, transform=figure.dpi_scale_trans)
+        said = [f"block {block}, direction {n}: {relative[i][n - 1]:.2e} of the largest" for n in some]
+        mark(figure, panel.x(some), panel.y(relative[i][some - 1]), said, transform=figure.dpi_scale_trans)
         rules.append([(left, top), (left, bottom), (right, bottom)])
         write(left, top + 0.05, block, 8.5, fontweight="bold")
         write(right, top + 0.05, f"{spectrum.rank} of {panel.size}", ha="right", color="#00704f")
