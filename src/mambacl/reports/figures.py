@@ -244,8 +244,8 @@ def final_figures(groups: Sequence[Group]) -> Figure:
     height = 1.3 + 0.5 * max(len(finished), 1)
     figure, (left, right) = frame(5.6 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
     names = (
-        (left, f"final_accuracy_{headline}", "Final accuracy (%), higher is better"),
-        (right, "forgetting", "Forgetting (points), lower is better"),
+        (left, f"final_accuracy_{headline}", "Final accuracy (%)"),
+        (right, "forgetting", "Forgetting (points)"),
     )
     for axes, name, title in names:
         for row, (i, group) in enumerate(finished):

@@ -13,7 +13,7 @@ function hide() {
 function show(drawing, svg, [x, y, w, h, words]) {
   hide();
   const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
-  ring = document.createElementNS("http://www.w3.org/2000/svg", w ? "rect" : "circle");
+  ring = document.createElementNS(svg.namespaceURI, w ? "rect" : "circle");
   const place = w ? { x, y, width: w, height: h } : { cx: x, cy: y, r: 6 };
   for (const [name, value] of Object.entries(place)) ring.setAttribute(name, value);
   ring.setAttribute("class", "ring");
