@@ -31,6 +31,7 @@ VARIABLES = {  # colours of figures -> those of style.css
     figures.FAINT: "--line",
     figures.TINT: "--code",
     figures.NULL_TINT: "--null-ground",
+    figures.NULL_INK: "--null-ink",
     figures.COLOURS[-1]: "--grey",
     "#ffffff": "--card",
 }

@@ -17,7 +17,18 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike, NDArray
 
 from mambacl.nullspace.settings import FEATURES
-from mambacl.reports.figures import COLOURS, INK, MARKERS, NULL_TINT, QUIET, frame, legend_below, power_of_ten, styled
+from mambacl.reports.figures import (
+    COLOURS,
+    INK,
+    MARKERS,
+    NULL_INK,
+    NULL_TINT,
+    QUIET,
+    frame,
+    legend_below,
+    power_of_ten,
+    styled,
+)
 from mambacl.reports.marks import mark
 from mambacl.reports.runs import Floats, RunRecord, Spectrum
 
@@ -201,7 +212,7 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
     count = len(entry.spectra)
     columns = min(count, 8 if count > 24 else 6 if count > 8 else 4)
     rows = -(-count // columns)
-    width, height = max(4.4, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)
+    width, height = max(5.6, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)
     figure = Figure(figsize=(width, height))
     across, down = (width - 0.62) / columns, (height - 0.88) / rows
     relative = [relative_spectrum(spectrum.values) for spectrum in entry.spectra.values()]
@@ -228,7 +239,7 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
         mark(figure, panel.x(some), panel.y(relative[i][some - 1]), said, transform=figure.dpi_scale_trans)
         rules.append([(left, top), (left, bottom), (right, bottom)])
         write(left, top + 0.05, block, 8.5, fontweight="bold")
-        write(right, top + 0.05, f"{spectrum.rank} of {panel.size}", ha="right", color="#00704f")
+        write(right, top + 0.05, f"{spectrum.rank} of {panel.size}", ha="right", color=NULL_INK)
         for value in LogLocator(numticks=4).tick_values(lowest, 3):
             if lowest <= value <= 3:
                 y = float(panel.y(value))
