@@ -1,6 +1,6 @@
 """Charts of pages: a matplotlib figure as SVG, the places to hover over, and its numbers as a table and as CSV.
 
-Why matplotlib and a script of 2 kB, instead of a plotting library for browsers: a page must be one file that works
+Why matplotlib and a script of 3 kB, instead of a plotting library for browsers: a page must be one file that works
 offline, so each page would carry that library. Plotly's is 4.5 MB, those of Bokeh and Vega-Lite about 1 MB, and both
 need packages of 6 to 40 MB besides. Matplotlib is installed anyway (its licence allows any use), a chart is 20 to 40
 kB, and it prints and shows without a script. Its colours are the page's, so they follow light and dark, and its texts
