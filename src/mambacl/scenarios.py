@@ -18,13 +18,16 @@ SCENARIOS: dict[str, str] = {  # completes "the model ..."
 
 
 def right(logits: Tensor, labels: Tensor, scenario: Scenario, sizes: Sequence[int], task: int) -> Tensor:
-    """Which images of one task are classified correctly. Logits (b, labels seen) and labels are numbered task after
-    task, with `sizes` labels per task. With domains, every class has one label per domain, and the largest logit
-    counts."""
+    """Which images of one task are classified correctly."""
+    return chosen(logits, scenario, sizes, task) == labels
+
+
+def chosen(logits: Tensor, scenario: Scenario, sizes: Sequence[int], task: int) -> Tensor:
+    """The labels that the model chooses for images of one task. Logits (b, labels seen) and labels are numbered task
+    after task, with `sizes` labels per task. With domains, every class has one label per domain, and the largest logit
+    counts; the answer is the label of that class in the image's own domain."""
+    first = sum(sizes[:task])
     if scenario == "task":
-        first = sum(sizes[:task])
-        return logits[:, first : first + sizes[task]].argmax(dim=1) + first == labels
-    chosen = logits.argmax(dim=1)
-    if scenario == "domain":
-        return chosen % sizes[task] == labels % sizes[task]
-    return chosen == labels
+        return logits[:, first : first + sizes[task]].argmax(dim=1) + first
+    answer = logits.argmax(dim=1)
+    return answer % sizes[task] + first if scenario == "domain" else answer

@@ -13,7 +13,7 @@ from mambacl.errors import UserError
 from mambacl.nullspace.settings import PAPER_KINDS
 from mambacl.paper import paper_table, table_names
 from mambacl.paper.comparison import Line, MetricNames, benchmark_of, compare_with_paper, projections
-from mambacl.paper.page import as_table, long_csv, paper_page, write_paper_table
+from mambacl.paper.page import as_table, as_text, long_csv, paper_page, write_paper_table
 from mambacl.reports.rendering import to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord, load_run
 
@@ -307,3 +307,19 @@ def test_mistakes(arguments: list[str], sentence: str, capsys: pytest.CaptureFix
     assert main(["report", *arguments]) == 2
     captured = capsys.readouterr()
     assert sentence in captured.err and len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_our_results_come_first_on_a_terminal(tmp_path, width):
+    stream = {"stream": {"dataset": "cifar100"}}
+    tasks = [list(range(10 * t, 10 * t + 10)) for t in range(10)]
+    rows = [[90] * (t + 1) for t in range(10)]
+    run = load_run(
+        reports_help.make_run(tmp_path / "a", rows, [100] * 10, method="mamba-cl", config=stream, tasks=tasks)
+    )
+    text = as_text(compare_with_paper("main", [run]), width)
+    lines = text.splitlines()
+    (ours,) = [line for line in lines[:6] if "cifar100-10" in line and "accuracy" in line]
+    assert ours.split()[:4] == ["Mamba-CL", "cifar100-10", "accuracy", "90.00"] and "89.60 ± 0.27" in ours
+    block = text.split("tab:compare")[1].split("\n\n")[1]  # the first columns of the table
+    assert "ours" in block and max(map(len, block.splitlines())) <= width

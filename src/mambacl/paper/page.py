@@ -6,7 +6,7 @@ from pathlib import Path
 from mambacl.paper.comparison import Comparison, Key, Line
 from mambacl.paper.quoted import Quoted, sources
 from mambacl.reports.groups import departures
-from mambacl.reports.rendering import csv_text, to_latex, to_markdown
+from mambacl.reports.rendering import csv_text, to_latex, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
 from mambacl.reports.templating import render
@@ -34,12 +34,13 @@ CSV_HEAD = ("table", "method", "venue", "runs", "benchmark", "metric", "seeds", 
 
 
 def as_table(comparison: Comparison) -> Table:
-    """The paper's rows and columns, with three columns instead of one if we have runs."""
+    """The paper's rows and columns, with three columns instead of one if we have runs; those come first."""
     table = comparison.table
     has_venue, has_complexity = any(row.venue for row in table.rows), any(row.complexity for row in table.rows)
     filled = {key for line in comparison.lines for key in line.ours}
+    keys = sorted(comparison.keys, key=lambda key: key not in filled)
     columns = [Column("method", text=True), *[Column("venue", text=True)] * has_venue, Column("runs", text=True)]
-    for benchmark, metric in comparison.keys:
+    for benchmark, metric in keys:
         title = f"{benchmark} {TITLES.get(metric, metric)}"
         known, quoted = (benchmark, metric) in filled, (benchmark, metric) in table.keys
         columns += [Column(f"{title} ours")] * known + [Column(f"{title} paper")] * quoted
@@ -48,7 +49,7 @@ def as_table(comparison: Comparison) -> Table:
     rows = []
     for line in comparison.lines:
         row: list[Cell] = [line.name, *[line.venue or None] * has_venue, line.state]
-        for key in comparison.keys:
+        for key in keys:
             known, quoted = key in filled, key in table.keys
             row += [_ours(line, key)] * known + [_paper(line.paper(key))] * quoted
             row += [_difference(line, key)] * (known and quoted)
@@ -57,6 +58,26 @@ def as_table(comparison: Comparison) -> Table:
     units = " and ".join(dict.fromkeys(UNITS[metric] for metric in table.metrics))
     caption = f"{table.title}, in {units}: the paper's table '{table.name}' ({table.label})"
     return Table(caption, tuple(columns), tuple(rows), tuple(_notes(comparison)))
+
+
+def as_text(comparison: Comparison, width: int) -> str:
+    """For a terminal: our values beside the paper's in a table that fits 80 columns, then all rows."""
+    text = to_text(as_table(comparison), width)
+    ours = ours_table(comparison)
+    return f"{to_text(ours, width)}\n{text}" if ours.rows else text
+
+
+def ours_table(comparison: Comparison) -> Table:
+    """A row per value of ours."""
+    rows = [
+        (line.name, benchmark, TITLES.get(metric, metric), _ours(line, (benchmark, metric)),
+         _paper(line.paper((benchmark, metric))), _difference(line, (benchmark, metric)))
+        for line in comparison.lines
+        for benchmark, metric in line.ours
+    ]  # fmt: skip
+    titles = ("method", "benchmark", "metric", "ours", "paper", "difference")
+    columns = tuple(Column(title, text=title in titles[:3]) for title in titles)
+    return Table("Our results", columns, tuple(rows))
 
 
 def long_csv(comparison: Comparison) -> str:

@@ -13,14 +13,16 @@ from mambacl.nullspace.settings import SETTINGS
 from mambacl.paper.comparison import MetricNames, benchmark_of, compare_with_paper, value_of
 from mambacl.paper.designs import DEPTH, FIGURES, NAMES, NANO_WORDS, PRETRAINING, PlannedRun, paper_eta
 from mambacl.paper.losses import read_losses
-from mambacl.paper.page import as_table, write_paper_table
+from mambacl.paper.page import as_text, write_paper_table
 from mambacl.paper.quoted import paper_table
-from mambacl.reports.figures import COLOURS, MARKERS, QUIET, frame, legend_below, png, styled
+from mambacl.reports.charts import chart
+from mambacl.reports.figures import COLOURS, MARKERS, QUIET, frame, legend_below, styled
 from mambacl.reports.groups import departures, mean_and_deviation
-from mambacl.reports.rendering import csv_text, to_markdown, to_text
+from mambacl.reports.marks import mark
+from mambacl.reports.rendering import csv_text, terminal_width, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
-from mambacl.reports.templating import Picture
+from mambacl.reports.templating import Chart
 from mambacl.reports.templating import render as render_page
 from mambacl.reports.writing import write_files
 
@@ -58,14 +60,14 @@ def render(name: str, found: Found, target: Path, scale: str) -> tuple[str, Path
     notes = nano_notes(name, found) if scale == "nano" and found else []
     if name not in FIGURES:
         compared = compare_with_paper(name, [record for _, record in found], notes=notes)
-        return to_text(as_table(compared)), write_paper_table(compared, target)
+        return as_text(compared, terminal_width()), write_paper_table(compared, target)
     shown = points(name, found, scale)
     table, stem = figure_table(name, shown, found, notes), f"paper-{name}"
-    picture = png((_bars if name == "pretraining" else _lines)(name, shown))
+    drawn = chart(stem, (_bars if name == "pretraining" else _lines)(name, shown), table)
     files = {f"{stem}.csv": to_csv(name, shown).encode(), f"{stem}.md": to_markdown(table).encode()}
-    files |= {f"{stem}.png": picture, f"{stem}.html": figure_page(name, table, picture).encode()}  # the page last
+    files |= {f"{stem}.png": drawn.png, f"{stem}.html": figure_page(name, drawn).encode()}  # the page last
     write_files(target, files)
-    return to_text(table), target / f"{stem}.html"
+    return to_text(table, terminal_width()), target / f"{stem}.html"
 
 
 def nano_notes(name: str, found: Found) -> list[str]:
@@ -87,10 +89,11 @@ def nano_notes(name: str, found: Found) -> list[str]:
     return notes
 
 
-def figure_page(name: str, table: Table, picture: bytes) -> str:
-    figure = Picture(f"paper-{name}.png", picture)
-    markdown = to_markdown(table)
-    return render_page("paper_figure.html", title=TITLES[name], figure=figure, numbers=table, markdown=markdown).html
+def figure_page(name: str, drawn: Chart) -> str:
+    markdown = to_markdown(drawn.numbers)
+    return render_page(
+        "paper_figure.html", title=TITLES[name], figure=drawn, numbers=drawn.numbers, markdown=markdown
+    ).html
 
 
 def figure_table(name: str, shown: Sequence[Point], found: Found, words: Sequence[str]) -> Table:
@@ -226,6 +229,7 @@ def _lines(name: str, shown: Sequence[Point]) -> Figure:
             own.sort(key=lambda point: float(point.x))
             x, y = np.array([float(p.x) for p in own]), np.array([p.value for p in own])
             label = benchmark + (f", {series}" if several else "")
+            mark(axes, x, y, [_words(point) for point in own])
             if source == "paper":
                 colour = colours.get((benchmark, series), QUIET)
                 axes.plot(
@@ -248,6 +252,13 @@ def _lines(name: str, shown: Sequence[Point]) -> Figure:
     panels[0].set_title(TITLES[name])
     legend_below(figure, panels[0], len(groups))
     return figure
+
+
+def _words(point: Point) -> str:
+    """What hovering over a point shows."""
+    spread = "" if point.std is None else f" ± {point.std:.2f}"
+    x = point.x if isinstance(point.x, str) else f"{point.x:g}"
+    return f"{point.source}: {point.benchmark}, {point.series}, at {x}: {point.metric} {point.value:.4g}{spread}"
 
 
 @styled
@@ -277,6 +288,7 @@ def _bar(axes: Any, row: int, point: Point) -> None:
     colour = QUIET if point.source == "paper" else COLOURS[0]
     place = row + (-0.2 if filled else 0.2)
     face = colour if filled else "white"
+    mark(axes, [point.value], [place], [_words(point)])
     axes.barh(place, point.value, height=0.36, color=face, edgecolor=colour, xerr=point.std, capsize=2)
     axes.annotate(
         f"{point.value:.1f}", (point.value, place), (4 if point.value >= 0 else -4, 0), textcoords="offset points",

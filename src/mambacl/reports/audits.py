@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from mambacl.nullspace.audit import QUANTITIES, shares
 from mambacl.reports.figures import BLUES, QUIET, frame, power_of_ten, styled
+from mambacl.reports.marks import mark
 from mambacl.reports.runs import Floats
 from mambacl.reports.tables import Column, Table
 
@@ -74,7 +75,7 @@ def drift_map(audit: Audit) -> Figure:
     low = min(low, high / 10)
     figure = _maps(
         np.maximum(found, low), list(QUANTITIES.values()), [str(entry["task"] + 1) for entry in tasks], blocks,
-        LogNorm(low, high), "relative change", f"Drift after task {audit['after']}",
+        LogNorm(low, high), "relative change", f"Drift after task {audit['after']}", "task",
     )  # fmt: skip
     figure.supylabel("task whose images were kept", fontsize=9, x=0.012)
     return figure
@@ -93,13 +94,13 @@ def updates_map(audit: Audit) -> Figure:
         found = 100 * np.stack([sums[..., 1] / sums[..., 0], sums[..., 3] / sums[..., 2]])
     return _maps(
         found, ["as computed by the optimizer", "as applied"], kinds, blocks, Normalize(0, 100), "per cent",
-        f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks",
+        f"Updates of task {entry['task'] + 1} in directions protected for earlier tasks", "kind",
     )  # fmt: skip
 
 
 def _maps(
     values: Floats, titles: Sequence[str], rows: Sequence[str], blocks: Sequence[str], scale: Normalize, unit: str,
-    title: str,
+    title: str, what: str,
 ) -> Figure:  # fmt: skip
     """Stacks heat maps (maps, rows, blocks) on one scale. They are one image, with empty rows in between."""
     step = len(rows) + 1
@@ -112,6 +113,12 @@ def _maps(
     every = max(1, -(-len(names) // 24))
     axes.set_xticks(range(0, len(names), every), names[::every])
     axes.set_xlabel("block", color=QUIET)
+    for i, words in enumerate(titles):
+        for row, name in enumerate(rows):
+            found = zip(blocks, values[i, row], strict=True)
+            said = [f"{words}, {what} {name}, {block}: {value:.3g}" for block, value in found]
+            known = np.isfinite(values[i, row])
+            mark(axes, np.where(known, np.arange(len(blocks)), np.nan), [step * i + row] * len(blocks), said, (1, 1))
     for i, words in enumerate(titles):
         axes.text(-0.5, step * i - 0.62, words, fontsize=9.5, fontweight="bold")
     axes.grid(False)

@@ -8,6 +8,7 @@ of every text, many lines are one artist, and a figure is drawn only once.
 """
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,17 +24,20 @@ from matplotlib.transforms import ScaledTranslation
 from PIL import Image
 
 from mambacl.reports.groups import Group, common_headline
+from mambacl.reports.marks import mark
 from mambacl.reports.runs import Floats, RunRecord
 from mambacl.reports.tables import MINUS, one_decimal
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_STYLES = ("-", "--", ":", "-.")
-INK, QUIET, FAINT = "#22272e", "#6b7480", "#d9dee4"
+INK, QUIET, FAINT, TINT = "#22272e", "#6b7480", "#d9dee4", "#eff2f5"
+NULL_TINT, NULL_INK = "#d9efe8", "#00704f"
+CELL_INK, CELL_WHITE = "#22272f", "#fffffe"  # on a coloured cell: the same on a dark page, unlike INK and white
 BLUES = LinearSegmentedColormap.from_list("mambacl", ["#f2f7fb", "#9cc7e4", "#2b83bd", "#08406e"])
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DPI = 150
-LONGEST_LABEL = 60
+LONGEST_LABEL, LONGEST_CLASS = 60, 24
 MAX_NUMBERED_TASKS = 12  # with more tasks, cells and points have no numbers
 LEGEND_ROW = 0.24  # inches
 STYLE: Any = {  # untyped, because the keys differ between releases of matplotlib
@@ -66,7 +70,7 @@ STYLE: Any = {  # untyped, because the keys differ between releases of matplotli
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
     """Draws with this module's style instead of the user's matplotlibrc, which it restores afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -74,7 +78,7 @@ def _style() -> Iterator[None]:
         yield
 
 
-styled = _style()  # as a decorator, it opens the context for every call
+styled = style()  # as a decorator, it opens the context for every call
 
 
 def png(figure: Figure) -> bytes:
@@ -83,7 +87,7 @@ def png(figure: Figure) -> bytes:
     `savefig` would draw a figure with a layout engine twice.
     """
     canvas = FigureCanvasAgg(figure)
-    with _style():
+    with style():
         canvas.draw()
     out = io.BytesIO()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
@@ -120,7 +124,7 @@ def accuracy_matrix(record: RunRecord) -> Figure:
     )
     if numbered:
         for t, j in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
-            colour = "white" if (matrix[t, j] - low) / (high - low) > 0.64 else INK
+            colour = CELL_WHITE if (matrix[t, j] - low) / (high - low) > 0.64 else CELL_INK
             axes.text(j, t, one_decimal(matrix[t, j]), ha="center", va="center", color=colour, fontsize=8.5)
     else:
         bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03)
@@ -128,6 +132,9 @@ def accuracy_matrix(record: RunRecord) -> Figure:
         bar.ax.tick_params(length=0)
     _number_tasks(axes.xaxis, done)
     _number_tasks(axes.yaxis, done)
+    t, j = np.nonzero(np.isfinite(matrix))
+    cells = zip(t, j, strict=True)
+    mark(axes, j, t, [f"task {b + 1} after task {a + 1}: {matrix[a, b]:.2f}%" for a, b in cells], (1, 1))
     axes.grid(False)
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0)
@@ -144,7 +151,7 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
     """
     headline = common_headline(run for group in groups for run in group.runs)
     alone = len(groups) == 1 and len(groups[0].runs) == 1
-    figure, (axes,) = frame(7.0, 5.6) if alone else frame(7.6, 4.6)  # a single run's curve is next to its matrix
+    figure, (axes,) = frame(5.4, 4.7) if alone else frame(6.2, 4.4)  # a single run's curve is next to its matrix
     drawn = [(group, *group.after_each_task(headline)) for group in groups]
     longest = max((len(mean) for _, mean, _ in drawn), default=0)
     if alone:
@@ -152,8 +159,16 @@ def accuracy_curves(groups: Sequence[Group]) -> Figure:
         axes.plot(
             _task_numbers(newest), newest, color=QUIET, linestyle=(0, (4, 2)), linewidth=1.4, label="the newest task"
         )
+        words = [f"task {t} right after learning it: {value:.2f}%" for t, value in enumerate(newest, start=1)]
+        mark(axes, _task_numbers(newest), newest, words)
     for i, (group, mean, std) in enumerate(drawn):
         _curve(axes, i, mean, std, "all tasks seen" if alone else label_of(group), marked=longest <= 25)
+        mark(
+            axes,
+            _task_numbers(mean),
+            mean,
+            _curve_words("all tasks seen" if alone else group.label, "after", mean, std),
+        )
     if alone and 0 < longest <= MAX_NUMBERED_TASKS:
         mean = drawn[0][1]
         ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}  # legible over the other line
@@ -173,7 +188,7 @@ def forgetting_by_task(record: RunRecord) -> Figure:
     """Each task's best accuracy before the last task and its accuracy now; the gap is what was forgotten."""
     matrix = 100 * record.accuracies()
     done = len(matrix)
-    figure, (axes,) = frame(7.2, 3.9)
+    figure, (axes,) = frame(5.8, 3.7)
     numbers = _task_numbers(matrix)
     now = matrix[-1]
     best = np.array([*(np.max(matrix[j:-1, j]) for j in range(done - 1)), np.nan])
@@ -188,6 +203,8 @@ def forgetting_by_task(record: RunRecord) -> Figure:
         losses = (best - now)[:-1]
         words = [_signed(-loss) if np.isfinite(loss) else "" for loss in losses]
         write_at(axes, numbers[:-1], np.fmax(best, now)[:-1], words, 7)
+    for values, when in ((best, "best before the last task"), (now, "after the last task")):
+        mark(axes, numbers, values, [f"task {t}, {when}: {v:.2f}%" for t, v in enumerate(values, start=1)])
     axes.scatter([], [], s=40, label="best before the last task", **hollow)  # for the legend, in a readable size
     axes.scatter([], [], s=40, color=COLOURS[0], marker="s", label="after the last task")
     _number_tasks(axes.xaxis, done, first=1)
@@ -202,11 +219,13 @@ def forgetting_by_task(record: RunRecord) -> Figure:
 @styled
 def forgetting_curves(groups: Sequence[Group]) -> Figure:
     """How much each task was forgotten after the last task: a line per group, the mean over seeds, with a band."""
-    figure, (axes,) = frame(7.2, 4.0)
+    figure, (axes,) = frame(5.8, 3.9)
     for i, group in enumerate(groups):
         losses = 100 * np.stack([run.forgetting_by_task() for run in group.runs])  # (seeds, tasks - 1)
         std = losses.std(axis=0, ddof=1) if len(losses) > 1 else None
-        _curve(axes, i, losses.mean(axis=0), std, label_of(group), marked=losses.shape[1] <= 25)
+        mean = losses.mean(axis=0)
+        _curve(axes, i, mean, std, label_of(group), marked=losses.shape[1] <= 25)
+        mark(axes, _task_numbers(mean), mean, _curve_words(group.label, "forgetting of", mean, std))
     axes.axhline(0, color=QUIET, linewidth=1)
     _number_tasks(axes.xaxis, max((group.first.tasks_done - 1 for group in groups), default=0), first=1)
     axes.set(xlabel="task", ylabel="forgetting (points)")
@@ -223,10 +242,10 @@ def final_figures(groups: Sequence[Group]) -> Figure:
     labels = [label_of(group) for _, group in finished]
     margin = 0.3 + 0.085 * max(map(len, labels), default=0)  # names can be long
     height = 1.3 + 0.5 * max(len(finished), 1)
-    figure, (left, right) = frame(7.2 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
+    figure, (left, right) = frame(5.6 + margin, height, columns=2, left=margin, wspace=0.08, bottom=0.36, sharey=True)
     names = (
-        (left, f"final_accuracy_{headline}", "Final accuracy (%), higher is better"),
-        (right, "forgetting", "Forgetting (points), lower is better"),
+        (left, f"final_accuracy_{headline}", "Final accuracy (%)"),
+        (right, "forgetting", "Forgetting (points)"),
     )
     for axes, name, title in names:
         for row, (i, group) in enumerate(finished):
@@ -240,6 +259,10 @@ def final_figures(groups: Sequence[Group]) -> Figure:
             if value.std is not None:
                 seeds = [100 * (run.metric(name) or 0.0) for run in group.runs]
                 axes.plot(seeds, [row + 0.2] * len(seeds), "o", color=colour, alpha=0.55, markersize=3.2)
+                words = [f"{group.label}, seed {run.seed}: {v:.2f}" for run, v in zip(group.runs, seeds, strict=True)]
+                mark(axes, seeds, [row + 0.2] * len(seeds), words)
+            spread = "" if value.std is None else f" ± {value.std:.2f}"
+            mark(axes, [value.mean], [row], [f"{group.label}: {value.mean:.2f}{spread}"])
             write_at(axes, [value.mean], [row], [one_decimal(value.mean)], 8, fontsize=9.5)
         axes.set_title(title, fontsize=10.5)
         axes.set_ylim(len(finished) - 0.45, -0.75)
@@ -258,7 +281,7 @@ def training_curves(record: RunRecord) -> Figure:
     panels = [("loss", "training loss", 1.0), ("accuracy", "training accuracy (%)", 100.0)]
     panels = [panel for panel in panels if any(isinstance(epoch.get(panel[0]), int | float) for epoch in epochs)]
     count = max(len(panels), 1)
-    figure, grid = frame(7.2, 1.4 + 1.9 * count, count, sharex=True, top=0.62)
+    figure, grid = frame(6.0, 1.4 + 1.8 * count, count, sharex=True, top=0.62)
     starts = [i for i, epoch in enumerate(epochs) if i == 0 or epoch["task"] != epochs[i - 1]["task"]]
     ends = [*starts[1:], len(epochs)]
     bounds = list(zip(starts, ends, strict=True))
@@ -267,12 +290,15 @@ def training_curves(record: RunRecord) -> Figure:
         points = np.column_stack([np.arange(1, len(epochs) + 1), values])
         width = 1.6 if len(starts) <= 20 else 0.9
         axes.add_collection(LineCollection([points[a:b] for a, b in bounds], colors=colour, linewidths=width))
+        words = [
+            f"task {e['task'] + 1}, epoch {e['epoch'] + 1}, {label}: {v:.4g}"
+            for e, v in zip(epochs, values, strict=True)
+        ]
+        mark(axes, points[:, 0], points[:, 1], words)
         single = [a for a, b in bounds if b - a == 1]  # a line with one point is invisible
         axes.plot(*points[single].T, "o", color=colour, markersize=3)
         shaded = [(a + 0.5, b - a) for a, b in bounds[1::2]]
-        axes.broken_barh(
-            shaded, (0, 1), transform=axes.get_xaxis_transform(), facecolor="#eff2f5", linewidth=0, zorder=0
-        )
+        axes.broken_barh(shaded, (0, 1), transform=axes.get_xaxis_transform(), facecolor=TINT, linewidth=0, zorder=0)
         axes.set_ylabel(label)
         axes.set_xlim(0.5, max(len(epochs), 1) + 0.5)
         axes.grid(axis="x", visible=False)
@@ -311,6 +337,11 @@ def _curve(axes: Any, i: int, mean: Floats, std: Floats | None, label: str, mark
         axes.fill_between(_task_numbers(mean), mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
 
 
+def _curve_words(name: str, when: str, mean: Floats, std: Floats | None) -> list[str]:
+    spread = [""] * len(mean) if std is None else [f" ± {value:.2f}" for value in std]
+    return [f"{name}, {when} task {t + 1}: {mean[t]:.2f}{spread[t]}" for t in range(len(mean))]
+
+
 def _signed(value: float) -> str:
     """A change in points, with a real minus sign, or a plus for a gain."""
     words = one_decimal(value).replace("-", MINUS)
@@ -327,6 +358,12 @@ def shade_range(accuracies: Floats) -> tuple[float, float]:
 def power_of_ten(value: float) -> str:
     """10⁻³ for 0.001, as plain text: matplotlib is slow to typeset a formula."""
     return "10" + str(round(np.log10(value))).translate(SUPERSCRIPTS)
+
+
+def label_of_class(name: str) -> str:
+    """A class name as plain text on one line."""
+    name = re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]+", " ", name)
+    return (name if len(name) <= LONGEST_CLASS else name[: LONGEST_CLASS - 1] + "…").replace("$", r"\$")
 
 
 def label_of(group: Group) -> str:
@@ -355,7 +392,7 @@ def legend_below(figure: Figure, axes: Any, entries: int) -> None:
     """Puts the legend below the plot, in as many columns as the names allow, and shrinks the plot accordingly."""
     handles, labels = axes.get_legend_handles_labels()
     longest = max((len(label) for label in labels), default=1)
-    columns = max(1, min(entries, 4, 84 // (longest + 6)))
+    columns = max(1, min(entries, 4, int(11.5 * figure.get_figwidth()) // (longest + 6)))
     rows = -(-len(labels) // columns)
     height = figure.get_figheight()
     figure.subplots_adjust(bottom=figure.subplotpars.bottom + (rows * LEGEND_ROW + 0.06) / height)

@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from mambacl.reports import audits, figures, spectra
+from mambacl.reports import audits, confusions, figures, numbers, spectra
+from mambacl.reports.charts import chart
 from mambacl.reports.groups import Group, Value, common_headline, group_runs
+from mambacl.reports.learned import learned_table
 from mambacl.reports.rendering import to_latex, to_markdown
 from mambacl.reports.runs import RunRecord
+from mambacl.reports.significance import significance_table
 from mambacl.reports.tables import comparison_table, differences_table, metrics_table, progress_table
-from mambacl.reports.templating import Page, Picture, render
+from mambacl.reports.templating import Page, render
 from mambacl.training.metrics import Metric, table_metrics
 
 Data = dict[str, Any]
@@ -25,6 +28,8 @@ def run_page(record: RunRecord) -> Page:
         "features": _features(record),
         "accuracy": _accuracy(record),
         "forgetting": _forgetting(record),
+        "by_class": _by_class(record),
+        "learned": None if record.learned is None else learned_table(record.learned),
         "training": _training(record),
         "null_space": _null_space(record),
         "audit": _audit(record),
@@ -77,10 +82,10 @@ def _accuracy(record: RunRecord) -> Data:
         return {}
     curve, last = 100 * record.after_each_task(record.headline), 100 * record.accuracies()[-1]
     return {
-        "curve": Picture("accuracy.png", figures.png(figures.accuracy_curves(group_runs([record])))),
+        "curve": chart("accuracy", figures.accuracy_curves(group_runs([record])), numbers.run_curve(record)),
         "first": curve[0],
         "last": curve[-1],
-        "heat_map": Picture("matrix.png", figures.png(figures.accuracy_matrix(record))),
+        "heat_map": chart("matrix", figures.accuracy_matrix(record), numbers.accuracy_matrix(record)),
         "lowest": np.nanmin(last),
         "highest": np.nanmax(last),
         "matrix": matrix(record),
@@ -92,8 +97,26 @@ def _forgetting(record: RunRecord) -> Data:
         return {}
     lost = 100 * record.forgetting_by_task()
     worst = int(np.nanargmax(lost)) if np.isfinite(lost).any() else 0
-    picture = Picture("forgetting.png", figures.png(figures.forgetting_by_task(record)))
-    return {"picture": picture, "worst": lost[worst], "worst_task": worst + 1}
+    drawn = chart("forgetting", figures.forgetting_by_task(record), numbers.forgetting(record))
+    return {"chart": drawn, "worst": lost[worst], "worst_task": worst + 1}
+
+
+def _by_class(record: RunRecord) -> Data:
+    confusion = record.confusion
+    if confusion is None or not confusion.counts:
+        return {}
+    table, done = confusions.classes_table(record, confusion), record.tasks_done
+    data: Data = {
+        "classes": chart("classes", confusions.class_accuracies(record, confusion), table),
+        "between": None,
+        **confusions.commonest(record, confusion),
+    }
+    if record.scenario == "class" and done > 1:
+        counts = confusion.between_tasks(record.tasks[:done])
+        drawn, listed = confusions.task_confusion(counts), confusions.task_confusion_table(counts)
+        data["between"] = chart("task-confusion", drawn, listed)
+        data["other_task"] = 100 * (counts.sum() - np.trace(counts)) / max(1, counts.sum())
+    return data
 
 
 def _training(record: RunRecord) -> Data:
@@ -114,7 +137,9 @@ def _training(record: RunRecord) -> Data:
         "speed": record.results.get("images_per_second"),
         "memory": record.results.get("peak_memory_bytes"),
         "classifier": record.results.get("classifier_bytes"),
-        "curves": Picture("training.png", figures.png(figures.training_curves(record))) if record.epochs else None,
+        "curves": chart("training", figures.training_curves(record), numbers.training(record))
+        if record.epochs
+        else None,
     }
 
 
@@ -123,7 +148,7 @@ def _null_space(record: RunRecord) -> Data:
     if not entries or record.spectra_task is None:
         return {}
     return {
-        "protected": Picture("protected.png", figures.png(spectra.protected_directions(entries))),
+        "protected": chart("protected", spectra.protected_directions(entries), numbers.protected(entries)),
         "spectra": [_spectra(entry) for entry in entries],
     }
 
@@ -135,7 +160,7 @@ def _spectra(entry: spectra.FeatureSpectra) -> Data:
         "null_percent": float(np.mean([100 * rank / len(values) for values, rank in entry.spectra.values()])),
         "feature": entry.feature,
         "meaning": entry.meaning,
-        "picture": Picture(f"spectra-{entry.slug}.png", figures.png(spectra.spectra_panels(entry))),
+        "chart": chart(f"spectra-{entry.slug}", spectra.spectra_panels(entry), numbers.spectra(entry)),
     }
 
 
@@ -144,13 +169,13 @@ def _audit(record: RunRecord) -> Data:
     data: Data = {"drift": None, "updates": None}
     if audit.get("tasks"):
         data |= {
-            "drift": Picture("audit-drift.png", figures.png(audits.drift_map(audit))),
+            "drift": chart("audit-drift", audits.drift_map(audit), numbers.drift(audit)),
             "drift_table": audits.drift_table(audit),
             "largest": max(found.get("output", 0.0) for entry in audit["tasks"] for found in entry["drift"].values()),
         }
     if audit.get("updates"):
         data |= {
-            "updates": Picture("audit-updates.png", figures.png(audits.updates_map(audit))),
+            "updates": chart("audit-updates", audits.updates_map(audit), numbers.updates(audit)),
             "updates_table": audits.updates_table(audit),
         }
     return data
@@ -196,6 +221,7 @@ def comparison_page(records: Sequence[RunRecord]) -> Page:
         "backbones": list(dict.fromkeys(record.backbone for record in records)),
         "best": _best(records, groups),
         "results": comparison_table(records, tasks="none"),
+        "significance": significance_table(groups),
         "final": _compared_final(groups, common_headline(records)),
         "curves": _compared_curves(groups, common_headline(records)),
         "forgetting": _compared_forgetting(groups),
@@ -227,7 +253,7 @@ def _compared_final(groups: Sequence[Group], headline: str) -> Data:
         return {}
     values = [(group.label, group.metric(f"final_accuracy_{headline}")) for group in groups]
     return {
-        "picture": Picture("final.png", figures.png(figures.final_figures(groups))),
+        "chart": chart("final", figures.final_figures(groups), numbers.final(groups)),
         "accuracies": [(label, value.mean) for label, value in values if value is not None],
     }
 
@@ -237,7 +263,7 @@ def _compared_curves(groups: Sequence[Group], headline: str) -> Data:
     if not started:
         return {}
     return {
-        "picture": Picture("accuracy.png", figures.png(figures.accuracy_curves(started))),
+        "chart": chart("accuracy", figures.accuracy_curves(started), numbers.curves(started)),
         "last": [(group.label, group.after_each_task(headline)[0][-1]) for group in started],
         "bands": any(len(group.runs) > 1 for group in started),
         "table": progress_table([run for group in started for run in group.runs]),
@@ -251,4 +277,7 @@ def _compared_forgetting(groups: Sequence[Group]) -> Data:
     means = [
         (group.label, float(np.nanmean([100 * run.forgetting_by_task() for run in group.runs]))) for group in several
     ]
-    return {"picture": Picture("forgetting.png", figures.png(figures.forgetting_curves(several))), "means": means}
+    return {
+        "chart": chart("forgetting", figures.forgetting_curves(several), numbers.forgetting_curves(several)),
+        "means": means,
+    }

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +25,11 @@ LATEX = {
     "·": r"\textperiodcentered{}",
     **{sign: "\\" + sign for sign in "&%$#_"},
 }
+
+
+def terminal_width() -> int:
+    """The terminal's, within reason; 120 if the output goes elsewhere."""
+    return min(200, max(60, shutil.get_terminal_size((120, 24)).columns))
 
 
 def to_text(table: Table, width: int = 120) -> str:

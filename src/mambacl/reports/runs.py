@@ -13,12 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from mambacl.config import preset_names
 from mambacl.errors import UserError
 from mambacl.files import ALIAS
 from mambacl.training import metrics
+from mambacl.training.confusion import Confusion
 from mambacl.training.folder import RunFolder
+from mambacl.training.learned import History, read_history
 
 Floats = NDArray[np.float64]
+OWN_IMAGES = ("folders", "domain-folders", "manifest")  # data sets that are the user's
 
 
 class Spectrum(NamedTuple):
@@ -46,6 +50,10 @@ class RunRecord:
     """block, kind and feature of each protected part, as stored with the spectra"""
     audit: Mapping[str, Any] = field(default_factory=dict)
     """contents of audit.json, or empty"""
+    confusion: Confusion | None = None
+    """after the last task; None if the run did not record it"""
+    learned: History | None = None
+    """tasks that `mambacl learn` has added; None if there are none"""
     setting: Mapping[str, Any] = field(default_factory=dict)
     """the null-space setting stored with the spectra, or the configuration's"""
 
@@ -60,8 +68,18 @@ class RunRecord:
     @property
     def benchmark(self) -> str:
         """The benchmark's name, with the scenario if it is not "class": scenarios do not compare."""
-        name = str(self.results.get("benchmark", "unknown benchmark"))
+        name = self._own_images() or str(self.results.get("benchmark", "unknown benchmark"))
         return name if self.scenario == "class" else f"{name}, {self.scenario}-incremental"
+
+    def _own_images(self) -> str | None:
+        """The name of the user's folder or manifest, if the run would otherwise have the name of a preset."""
+        stream = self.config.get("stream")
+        if not isinstance(stream, Mapping) or not stream.get("root") or stream.get("dataset") not in OWN_IMAGES:
+            return None
+        if self.results.get("benchmark") not in ("run", *preset_names()):
+            return None
+        root = Path(str(stream["root"]))
+        return (root.stem if stream["dataset"] == "manifest" else root.name) or None
 
     @property
     def scenario(self) -> str:
@@ -162,6 +180,8 @@ def load_run(path: str | Path) -> RunRecord:
         stream=folder.stream() if folder.has_stream() else {},
         epochs=tuple(epochs[key] for key in sorted(epochs)),
         audit=folder.audit(),
+        confusion=folder.confusion(len(results["correct"]) - 1),
+        learned=history if (history := read_history(folder, len(results["correct"]))).tasks else None,
         **spectra,
     )
 

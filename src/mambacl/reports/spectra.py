@@ -14,16 +14,29 @@ import numpy as np
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from mambacl.nullspace.settings import FEATURES
-from mambacl.reports.figures import COLOURS, INK, MARKERS, QUIET, frame, legend_below, power_of_ten, styled
+from mambacl.reports.figures import (
+    COLOURS,
+    INK,
+    MARKERS,
+    NULL_INK,
+    NULL_TINT,
+    QUIET,
+    frame,
+    legend_below,
+    power_of_ten,
+    styled,
+)
+from mambacl.reports.marks import mark
 from mambacl.reports.runs import Floats, RunRecord, Spectrum
 
 ROWS_OF_X_PROJ = ("W_delta", "W_B", "W_C")
 NAME = re.compile(r"(?:(?P<block>.*\d)\.)?(?P<parameter>[^\[]+)(?P<rows>\[.*\])?")
 FLOOR = 1e-18  # smallest relative eigenvalue to draw: below it, float64 has no resolution
 MAX_POINTS = 240  # per curve: a panel is no more pixels wide
+LISTED, MARKED = 60, 12  # directions of a block in the table of numbers, and to hover over
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,11 @@ def _place(parameter: str) -> int:
 # Figures
 
 
+def thinned(size: int, most: int) -> NDArray[np.int64]:
+    """Directions spread over a spectrum, denser at its start; the first and the last are always there."""
+    return np.unique(np.round(np.geomspace(1, size, min(most, size))).astype(np.int64))
+
+
 @dataclass(frozen=True)
 class Panel:
     """The small plot of one block: its place in the figure, in inches, and its scales."""
@@ -194,10 +212,10 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
     count = len(entry.spectra)
     columns = min(count, 8 if count > 24 else 6 if count > 8 else 4)
     rows = -(-count // columns)
-    width, height = max(4.4, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)
+    width, height = max(5.6, 1.6 * columns), max(2.6, 1.42 * rows + 1.0)
     figure = Figure(figsize=(width, height))
     across, down = (width - 0.62) / columns, (height - 0.88) / rows
-    relative = [_relative(spectrum.values) for spectrum in entry.spectra.values()]
+    relative = [relative_spectrum(spectrum.values) for spectrum in entry.spectra.values()]
     lowest = max(min((float(values[-1]) for values in relative), default=FLOOR), FLOOR) / 3
     kept_shares = [1 - spectrum.rank / len(spectrum.values) for spectrum in entry.spectra.values()]
     early = float(np.median(kept_shares)) < 0.25  # a logarithmic axis makes room for corners among the first directions
@@ -216,9 +234,12 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
         shades.append([(corner, bottom), (right, bottom), (right, top), (corner, top)])
         corners.append([(corner, bottom), (corner, top)])
         curves.append(panel.curve(relative[i]))
+        some = thinned(panel.size, MARKED)
+        said = [f"block {block}, direction {n}: {relative[i][n - 1]:.2e} of the largest" for n in some]
+        mark(figure, panel.x(some), panel.y(relative[i][some - 1]), said, transform=figure.dpi_scale_trans)
         rules.append([(left, top), (left, bottom), (right, bottom)])
         write(left, top + 0.05, block, 8.5, fontweight="bold")
-        write(right, top + 0.05, f"{spectrum.rank} of {panel.size}", ha="right", color="#00704f")
+        write(right, top + 0.05, f"{spectrum.rank} of {panel.size}", ha="right", color=NULL_INK)
         for value in LogLocator(numticks=4).tick_values(lowest, 3):
             if lowest <= value <= 3:
                 y = float(panel.y(value))
@@ -231,7 +252,7 @@ def spectra_panels(entry: FeatureSpectra) -> Figure:
             if not same_size or i + columns >= count:
                 write(x, bottom - 0.06, str(direction), ha="center", va="top")
     inches = figure.dpi_scale_trans
-    figure.add_artist(PolyCollection(shades, facecolors="#d9efe8", linewidths=0, transform=inches))
+    figure.add_artist(PolyCollection(shades, facecolors=NULL_TINT, linewidths=0, transform=inches))
     figure.add_artist(LineCollection(rules, colors=QUIET, linewidths=0.8, transform=inches))
     figure.add_artist(LineCollection(corners, colors=COLOURS[2], linewidths=1.0, transform=inches))
     figure.add_artist(LineCollection(curves, colors=COLOURS[0], linewidths=1.4, transform=inches))
@@ -259,6 +280,9 @@ def protected_directions(entries: Sequence[FeatureSpectra]) -> Figure:
         kept = [len(spectrum.values) - spectrum.rank for spectrum in entry.spectra.values()]
         colour, marker, size = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], 4 if len(blocks) > 24 else 5
         axes.plot(places, kept, color=colour, marker=marker, markersize=size, linewidth=1.4, label=entry.title)
+        sized = zip(entry.spectra, kept, strict=True)
+        words = [f"{entry.title}, block {block}: {count} of {sizes[block]} directions" for block, count in sized]
+        mark(axes, places, kept, words)
     step = max(1, -(-len(blocks) // 16))
     axes.set_xticks(range(0, len(blocks), step), blocks[::step])
     if fewest >= 1:
@@ -277,7 +301,7 @@ def protected_directions(entries: Sequence[FeatureSpectra]) -> Figure:
     return figure
 
 
-def _relative(values: Floats) -> Floats:
+def relative_spectrum(values: Floats) -> Floats:
     """Eigenvalues divided by the largest, with a lower limit for a logarithmic axis."""
     largest = values[0] if len(values) and values[0] > 0 else 1.0
     return np.maximum(values / largest, FLOOR)

@@ -5,58 +5,75 @@ Python passes plain data; the templates have all tags and sentences. Jinja2 esca
 
 import base64
 import functools
+import hashlib
 import re
 import shlex
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mambacl.reports.tables import MINUS, MISSING, one_decimal
+from mambacl.reports.rendering import to_csv
+from mambacl.reports.tables import MINUS, MISSING, Table, one_decimal
 from mambacl.scenarios import SCENARIOS
 from mambacl.training.metrics import METRICS
 
+ROWS_SHOWN = 200  # of a chart's numbers on the page; the CSV has all
+
 
 @dataclass(frozen=True)
-class Picture:
-    """A figure, both a file in `figures/` and part of the page."""
+class Chart:
+    """A figure: on the page as SVG, in `figures/` as PNG."""
 
     name: str
+    """of its files, without an ending"""
+    svg: str
     png: bytes
+    width: int
+    """in CSS pixels"""
+    marks: str
+    """what to show at which place, as JSON: [x, y, width, height, words] in the SVG's units, for the page's script"""
+    numbers: Table
 
     @property
-    def source(self) -> str:
-        return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
+    def shown(self) -> Table:
+        """The numbers, without rows past the first few hundred."""
+        rows, total = self.numbers.rows[:ROWS_SHOWN], len(self.numbers.rows)
+        notes = self.numbers.notes
+        if len(rows) < total:
+            notes = (*notes, f"the first {len(rows)} of {total:,} rows; the CSV file has all")
+        return Table(self.numbers.caption, self.numbers.columns, rows, notes)
 
     @property
-    def width(self) -> int:
-        """In CSS pixels, of which an inch has 96; the file has 150."""
-        return int.from_bytes(self.png[16:20], "big") * 16 // 25
-
-    @property
-    def height(self) -> int:
-        return int.from_bytes(self.png[20:24], "big") * 16 // 25
+    def csv(self) -> str:
+        """The numbers as the address of a file to download."""
+        return csv_address(self.numbers)
 
 
 @dataclass(frozen=True)
 class Page:
     html: str
-    pictures: tuple[Picture, ...]
+    charts: tuple[Chart, ...]
 
 
 def render(template: str, **data: Any) -> Page:
     html = _environment().get_template(template).render(contents=[], **data)
-    return Page(html, tuple(_pictures(data)))
+    return Page(html, tuple(_charts(data)))
 
 
-def _pictures(data: Any) -> list[Picture]:
-    """All pictures in a page's data, in order."""
-    if isinstance(data, Picture):
+def _charts(data: Any) -> list[Chart]:
+    """All charts in a page's data, in order."""
+    if isinstance(data, Chart):
         return [data]
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
-    return [picture for value in inner for picture in _pictures(value)]
+    return [chart for value in inner for chart in _charts(value)]
+
+
+def csv_address(table: Table) -> str:
+    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(to_csv(table).encode()).decode("ascii")
 
 
 def duration(seconds: float) -> str:
@@ -77,9 +94,21 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
     )
-    environment.filters |= {"number": _number, "duration": duration, "shell": lambda words: shlex.quote(str(words))}
+    environment.filters |= {
+        "csv": csv_address,
+        "number": _number,
+        "duration": duration,
+        "shell": lambda words: shlex.quote(str(words)),
+    }
     environment.globals |= {"metric": METRICS.get, "missing": MISSING, "scenarios": SCENARIOS}
+    script = (files("mambacl.reports") / "templates" / "chart.js").read_text(encoding="utf-8")
+    environment.globals |= {"script": Markup(script), "script_digest": _digest(script)}
     return environment
+
+
+def _digest(script: str) -> str:
+    """What the page's security policy says about the only script that may run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
 
 
 def _printable(value: Any) -> Any:

@@ -47,7 +47,7 @@ def write_report(
 
     page = run_page(records[0]) if single else comparison_page(records)
     table = comparison_table(records)
-    files: dict[str, bytes] = {f"figures/{picture.name}": picture.png for picture in page.pictures}
+    files: dict[str, bytes] = {f"figures/{chart.name}.png": chart.png for chart in page.charts}
     files |= {
         "table.md": to_markdown(table).encode(),
         "table.tex": to_latex(table).encode(),

@@ -5,6 +5,7 @@
     metrics.jsonl    events: one per epoch and task
     results.json     counts, metrics, seconds
     audit.json       the findings of the audit
+    confusion.json   which classes were taken for which, after the last two tasks; see `training.confusion`
     checkpoints/     tensors; see `training.checkpoints`
     learned.json     tasks learned since the run finished, in learned/; see `training.learned`
 
@@ -29,12 +30,14 @@ from mambacl.errors import UserError
 from mambacl.files import locked, write_bytes, write_json
 from mambacl.nullspace.memory import COVARIANCE_FOLDER
 from mambacl.scenarios import SCENARIOS
+from mambacl.training import confusion
+from mambacl.training.confusion import Confusion
 
 SCHEMA = 1
 CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.jsonl", "results.json", "audit.json"
 BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
 LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
-LEARNED = "learned.json"
+LEARNED, CONFUSION = "learned.json", "confusion.json"
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
 BEFORE_TAGS = {"defocus_mamba_nano": "tin32-39ep", "defocus_mamba_large_22k": "in22k"}
 """what `pretrained: true` means in a run from before weights had tags; `in1k` for other models"""
@@ -111,7 +114,7 @@ class RunFolder:
         self.clear_covariances()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        for name in (EVENTS, RESULTS, AUDIT, "error.log", *REPORT, STREAM, CONFIG):
+        for name in (EVENTS, RESULTS, AUDIT, CONFUSION, "error.log", *REPORT, STREAM, CONFIG):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_covariances(self) -> None:
@@ -197,6 +200,23 @@ class RunFolder:
 
     def write_audit(self, audit: Mapping[str, Any]) -> None:
         write_json(self.path / AUDIT, {"schema": SCHEMA, **audit})
+
+    def confusion(self, task: int) -> Confusion | None:
+        """After this task; None in a run that did not record it."""
+        content = self._json(CONFUSION).get("after", {})
+        try:
+            return confusion.from_json(content[str(task)]) if str(task) in content else None
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{self.path / CONFUSION} is damaged; remove it for a report without confusion between classes."
+            ) from None
+
+    def write_confusion(self, task: int, found: Confusion) -> None:
+        """Keeps the entry of the task before: results.json can be one task behind."""
+        before = self._json(CONFUSION).get("after", {}).get(str(task - 1))
+        kept = {} if before is None else {str(task - 1): before}
+        content = {"schema": SCHEMA, "after": {**kept, str(task): confusion.to_json(found)}}
+        write_bytes(self.path / CONFUSION, json.dumps(content, separators=(",", ":")).encode())
 
     # Tasks learned since the run finished
 

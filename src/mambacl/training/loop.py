@@ -16,13 +16,15 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mambacl.log import logger
 from mambacl.methods import Method, Task
-from mambacl.scenarios import Scenario, right
+from mambacl.scenarios import Scenario, chosen
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
+from mambacl.training.confusion import count_confusion
 from mambacl.training.display import Display
 from mambacl.training.folder import SCHEMA, RunFolder, task_file
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
@@ -88,6 +90,7 @@ class Loop:
         self.recorder = Recorder(device)
         self.background = Background(fast and device.type == "cuda")
         self.names: list[str] = []
+        self.answers: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # of the latest evaluation, by task
         self.kept: dict[int, list[tuple[list[Tensor], Tensor]]] = {}  # test images' features, by task
         self.room = KEPT
 
@@ -187,6 +190,8 @@ class Loop:
         self.display.phase(f"{place} evaluating")
         with self.watch.phase("evaluate"):
             row = self.evaluate(task)
+            classes = [c for own in self.stream.tasks for c in own]  # by label
+            self.folder.write_confusion(task, count_confusion(self.answers, classes))
         position.correct.append(row)
         tensors, text = self.method.task_state_dict(), self.method.task_text()
         state = TaskState(task_file(task), tensors, text) if tensors else None
@@ -214,9 +219,14 @@ class Loop:
             found, images, task + 1, classes, earlier,
         )  # fmt: skip
 
-    @torch.no_grad()
     def evaluate(self, task: int) -> list[int]:
         """The number of correct test images of each task up to this one."""
+        self.answers = self._answer(task)
+        return [int((found == labels).sum()) for labels, found in self.answers]
+
+    @torch.no_grad()
+    def _answer(self, task: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Labels and answers for the test images of each task up to this one."""
 
         def plain(images: Tensor) -> Tensor:
             with autocast(self.device, self.bf16):
@@ -227,15 +237,15 @@ class Loop:
         if self.fast and self.device.type == "cuda" and self.method.recordable:  # nothing moves during an evaluation
             predict = Recorded(plain, tuple, record=CUDAGraphs(self.recorder))
         sizes = [len(classes) for classes in self.stream.tasks]
-        counts = []
+        found = []
         for j in range(task + 1):
-            correct = torch.zeros((), dtype=torch.int64, device=self.device)
-            for logits, labels in self._answers(j, predict):
-                correct += right(logits, labels, scenario=self.scenario, sizes=sizes, task=j).sum()
-            counts.append(int(correct))
-        return counts
+            parts = [(labels, chosen(logits, self.scenario, sizes, j)) for logits, labels in self._scores(j, predict)]
+            empty = torch.zeros(2, 0, dtype=torch.int64)
+            both = torch.cat([torch.stack(part) for part in parts], dim=1).cpu() if parts else empty
+            found.append((both[0].numpy(), both[1].numpy()))
+        return found
 
-    def _answers(self, task: int, predict: Callable[[Tensor], Tensor]) -> Batches:
+    def _scores(self, task: int, predict: Callable[[Tensor], Tensor]) -> Batches:
         """Scores and labels of a task's test images, in batches. If nothing trains, the features of the images stay the
         same, and are computed once if they fit into KEPT bytes."""
         method, device = self.method, self.device

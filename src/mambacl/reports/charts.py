@@ -1,0 +1,110 @@
+"""Charts of pages: a matplotlib figure as SVG, the places to hover over, and its numbers as a table and as CSV.
+
+Why matplotlib and a script of 3 kB, instead of a plotting library for browsers: a page must be one file that works
+offline, so each page would carry that library. Plotly's is 4.5 MB, those of Bokeh and Vega-Lite about 1 MB, and both
+need packages of 6 to 40 MB besides. Matplotlib is installed anyway (its licence allows any use), a chart is 20 to 40
+kB, and it prints and shows without a script. Its colours are the page's, so they follow light and dark, and its texts
+are texts, in the fonts of the browser.
+"""
+
+import functools
+import io
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findSystemFonts, fontManager
+from matplotlib.text import Text
+
+from mambacl.reports import figures
+from mambacl.reports.marks import placed_marks
+from mambacl.reports.tables import Table
+from mambacl.reports.templating import Chart
+
+VARIABLES = {  # colours of figures -> those of style.css
+    figures.INK: "--ink",
+    figures.QUIET: "--quiet",
+    figures.FAINT: "--line",
+    figures.TINT: "--code",
+    figures.NULL_TINT: "--null-ground",
+    figures.NULL_INK: "--null-ink",
+    figures.COLOURS[-1]: "--grey",
+    "#ffffff": "--card",
+}
+WIDE_FONTS = (  # with Chinese, Japanese and Korean signs, on Linux, macOS and Windows
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK TC", "Source Han Sans SC",
+    "Source Han Sans", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "PingFang SC",
+    "Hiragino Sans GB", "Hiragino Sans", "Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "SimHei",
+    "Yu Gothic", "MS Gothic", "Malgun Gothic", "NanumGothic", "IPAexGothic", "IPAGothic", "Noto Serif CJK SC",
+)  # fmt: skip
+WIDE_FILES = re.compile(
+    r"SansCJK.*Regular|SourceHanSans.*Regular|wqy|DroidSansFallback|PingFang|Hiragino|AppleSDGothic|msyh\.|simhei|"
+    r"YuGothR|msgothic|malgun\.|NanumGothic\.|ipag|SerifCJK.*Regular"
+)
+
+
+def chart(name: str, figure: Figure, numbers: Table) -> Chart:
+    _use_wide_fonts(figure)
+    with warnings.catch_warnings():
+        # Without such a font the PNG has boxes; the page has not, because the browser finds one.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        png, svg = figures.png(figure), _svg(name, figure)
+    return Chart(name, svg, png, round(96 * figure.get_figwidth()), placed_marks(figure), numbers)
+
+
+def _svg(name: str, figure: Figure) -> str:
+    """The figure as an element of a page: ids are unique, colours and fonts are those of the page."""
+    out = io.StringIO()
+    with figures.style():
+        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "mambacl"})
+        FigureCanvasSVG(figure).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', svg)
+    svg = svg.replace("xlink:href", "href").replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: _variable(found[0]), svg)
+    # Releases of matplotlib write `font: 10px 'DejaVu Sans', ...` or `font-size: 10px; font-family: ...`.
+    svg = re.sub(r"(font-family:|font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
+    width, height = 72 * figure.get_size_inches()
+    svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="0 0 {width:g} {height:g}" aria-hidden="true">', svg, count=1)
+    return re.sub(r"\s+", " ", svg).replace("> <", "><").strip()
+
+
+def _variable(colour: str) -> str:
+    found = next((name for known, name in VARIABLES.items() if known.lower() == colour), None)
+    return colour if found is None else f"var({found})"
+
+
+def _use_wide_fonts(figure: Figure) -> None:
+    """Gives texts in Chinese, Japanese or Korean an installed font that has their signs, for the PNG."""
+    texts: list[Any] = figure.findobj(Text)
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):  # whose labels get their texts only when they are drawn
+            if any(map(_is_wide, getattr(axis.get_major_formatter(), "seq", ()))):
+                texts += axis.get_ticklabels()
+    for text in texts:
+        if _is_wide(text.get_text()):
+            text.set_fontfamily(["DejaVu Sans", *_wide_fonts()])
+
+
+def _is_wide(text: str) -> bool:
+    return any(sign >= "\u2e80" or "\u1100" <= sign <= "\u11ff" for sign in text)
+
+
+@functools.cache
+def _wide_fonts() -> list[str]:
+    """The names of such fonts. Matplotlib's list of fonts can be older than the fonts, so their files are looked up."""
+    found = [name for name in WIDE_FONTS if name in {font.name for font in fontManager.ttflist}]
+    if not found:
+        before = len(fontManager.ttflist)
+        for path in sorted(findSystemFonts()):
+            if WIDE_FILES.search(Path(path).name) and len(fontManager.ttflist) < before + 3:
+                fontManager.addfont(path)
+        found = [font.name for font in fontManager.ttflist[before:]]
+    return list(dict.fromkeys(found))[:3]
