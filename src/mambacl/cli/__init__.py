@@ -22,6 +22,7 @@ from mambacl.cli.paper import paper
 from mambacl.cli.pretraining import pretrain
 from mambacl.cli.reporting import audit, report
 from mambacl.cli.training import evaluate, resume, train
+from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
 from mambacl.pretraining.options import PretrainConfig
@@ -29,7 +30,7 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
+    train, resume, watch, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
     data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
     bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
