@@ -77,12 +77,12 @@ class News:
 def look(path: Path) -> News:
     """Reads the folder. A file that is being replaced, or is not there yet, is no error."""
     folder = RunFolder(path)
-    if not folder.exists() or not folder.has_results():
-        begun = folder.exists()
-        return News(path, "starting" if begun else "waiting", State(), {}, [], {})
-    results = folder.results()
     written = folder.progress()
     notes = written.get("notes") or {}
+    if not folder.exists() or not folder.has_results():
+        status = "waiting" if not folder.exists() else "killed" if notes and not _alive(notes) else "starting"
+        return News(path, status, State(), {}, [], {})
+    results = folder.results()
     state = _state(written)
     silent = max(0.0, time.time() - float(notes.get("time", time.time())))
     status = str(results.get("status", "running"))
