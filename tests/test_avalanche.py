@@ -1,6 +1,8 @@
 """The plugins for Avalanche, with the real library."""
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +112,14 @@ def test_a_classifier_answers_in_evaluation_whatever_the_order_of_classes() -> N
     (_, _), (new, _) = experiences()
     scores = classifier.scores(model.layer(new).detach())
     torch.testing.assert_close(torch.cat(outputs)[:, plugin.order], scores)
+
+
+def test_the_code_of_the_documentation() -> None:
+    page = Path(__file__).parents[1] / "docs" / "integrations.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)[1]
+    model = Model()
+    model.classifier = nn.Linear(2, 2)
+    names = {"model": model, "loss": F.cross_entropy, "benchmark": benchmark()}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=1e-2)
+    exec(code, names)
+    assert names["space"].tasks == 2

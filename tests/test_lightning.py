@@ -1,14 +1,17 @@
 """The callbacks for Lightning, with the real library."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import TINY
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from mambacl.backbones import create_model
 from mambacl.classifiers import LDA
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace
@@ -120,3 +123,17 @@ def test_an_optimizer_without_protected_parameters_is_refused(tmp_path: Path) ->
     module.train_these = list(module.extra.parameters())
     with pytest.raises(UserError, match=r"let configure_optimizers use space\.parameters"):
         trainer(tmp_path, NullSpaceCallback(space_of(module))).fit(module, DataLoader(old, batch_size=8))
+
+
+def test_the_code_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[1] / "docs" / "integrations.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)[0]
+    module = Module()
+    module.backbone = create_model("defocus_mamba", **TINY)
+    module.readout = torch.randn(module.backbone.num_features, CLASSES)
+    module.train_these = [p for name, p in module.backbone.named_parameters() if name.endswith("x_proj.weight")]
+    images = TensorDataset(torch.randn(8, 3, 16, 16), torch.arange(8) % CLASSES)
+    names = {"module": module, "loaders": [DataLoader(images, batch_size=4)] * 2}
+    exec(code.replace("max_epochs=5", "max_epochs=1, accelerator='cpu', logger=False"), names)
+    assert names["space"].tasks == 2  # type: ignore[attr-defined]

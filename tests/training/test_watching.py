@@ -15,6 +15,7 @@ from small_run import CONFIG
 
 import mambacl
 from mambacl.cli import main
+from mambacl.log import logger
 from mambacl.training.folder import RunFolder
 from mambacl.training.watching import SILENT, look
 
@@ -107,6 +108,14 @@ def test_it_waits_for_a_run_and_ends_when_that_is_killed(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     assert f"{folder}: waiting for the run to begin\n" in out and f"{folder}: killed\n" in out
     assert mambacl.resume(folder).results["status"] == "finished" and look(folder).over
+
+
+@pytest.mark.slow
+def test_quiet_is_for_one_command(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    level = logger.level
+    assert main(["resume", str(finished), "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert not captured.err and "Report: " in captured.out and logger.level == level
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
