@@ -28,6 +28,8 @@ ORDER = (
     "diagnosis",
     "mamba_ssm_compat",
     "timm",
+    "lightning",
+    "avalanche",
     "cli",
     "__main__",
     "__init__",  # the package's own: the names for users

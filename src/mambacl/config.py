@@ -44,6 +44,8 @@ Device = Annotated[
     str, Must("be auto, cpu, cuda or cuda:N", lambda name: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)))
 ]
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
 
 def check_device(name: str) -> None:
     """Refuses a string that is not a device name; does not check whether the device exists."""
@@ -100,6 +102,8 @@ class RunConfig(Options):
     of each"""
     audit_images: Annotated[int, at_least(0)] = 0
     """images per task to keep for the consistency audit (`mambacl audit RUN`)"""
+    track: list[Tracker] = field(default_factory=list)
+    """also log to tensorboard, wandb, mlflow or trackio"""
     out: str | None = None
     """run folder; default: runs/NAME-METHOD-SEED"""
 

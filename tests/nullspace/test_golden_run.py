@@ -19,9 +19,9 @@ from mambacl.backbones import create_model
 from mambacl.methods import Setup, Task
 from mambacl.methods.mamba_cl import MambaCL
 from mambacl.nullspace import SETTINGS
-from mambacl.training.display import Display
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop
+from mambacl.training.progress import Progress
 from mambacl.training.recipe import RECIPES
 
 RANK, STATES, CLASSES = 4, 8, 4
@@ -53,6 +53,9 @@ class RecordedStream:
     def test_batches(self, task: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         images, labels = self._split("eval", task)
         return zip(images.split(batch_size), labels.split(batch_size), strict=True)
+
+    def train_count(self, task: int) -> int:
+        return len(self._split("train", task)[1])
 
     def test_counts(self) -> list[int]:
         return [24, 32, 40]
@@ -165,7 +168,7 @@ def reproduced(
     method = Watched(model, Setup(SETTINGS["public-code"], warm_second_head=recipe.heads == "warm-second"), recorded)
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     folder.checkpoints.mkdir()
-    loop = Loop(method, stream, recipe, folder, Display("", 0, 0), {}, torch.device("cpu"))
+    loop = Loop(method, stream, recipe, folder, Progress(), {}, torch.device("cpu"))
     torch.set_default_dtype(torch.float64)  # that of new heads
     try:
         results = loop.run()

@@ -20,8 +20,8 @@ from mambacl.nullspace.settings import setting_named
 from mambacl.ops.precision import float32_products
 from mambacl.ops.scan import ENVIRONMENT_VARIABLE
 from mambacl.ops.switch import plain
-from mambacl.training.display import Display
 from mambacl.training.loop import Loop
+from mambacl.training.progress import Progress
 from mambacl.training.recipe import Recipe
 
 PROTECTED = 0.1  # share of the directions that are protected
@@ -57,7 +57,7 @@ def make_loop(method_name: str, model: nn.Module, setting: Setting, bf16: bool =
     method: Method = METHODS.get(method_name)(model, Setup(setting))
     method.start_task(Task(0, CLASSES, 0, seed=0))
     nothing: Any = None
-    return Loop(method, nothing, Recipe(), nothing, Display("", 0, 0), {}, device, bf16, fast=fast)
+    return Loop(method, nothing, Recipe(), nothing, Progress(), {}, device, bf16, fast=fast)
 
 
 def new_step(loop: Loop, images: Tensor, labels: Tensor) -> partial[None]:

@@ -22,14 +22,16 @@ from mambacl.cli.paper import paper
 from mambacl.cli.pretraining import pretrain
 from mambacl.cli.reporting import audit, report
 from mambacl.cli.training import evaluate, resume, train
+from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
+from mambacl.log import logger
 from mambacl.pretraining.options import PretrainConfig
 from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
+    train, resume, watch, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
     data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
     bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
@@ -116,6 +118,7 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_name()
+    level = logger.level
     if arguments is None:  # this process exists only for the command
         count_from_process_start()
     try:
@@ -137,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, TrainingError):
             return _fail(str(error), 1)
         raise
+    finally:
+        logger.setLevel(level)  # --quiet is for this command only
 
 
 def _print_any_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mambacl.config import Device, preset_names, resolve
+from mambacl.config import Device, Tracker, preset_names, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.options import at_least, merge
@@ -27,6 +28,7 @@ REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
 NewRoot = Annotated[Path | None, "where the data are now, if they have moved; they must be the same"]
+Quiet = Annotated[bool, "print warnings and results only"]
 Imports = Annotated[list[Path] | None, "a Python file that registers methods, models or the like"]
 
 
@@ -37,6 +39,8 @@ def train(
     seeds: Annotated[str, "several seeds, as in 0,1,2: a run for each; prints mean and deviation"] = "",
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
+    track: Annotated[list[Tracker] | None, "also log to tensorboard, wandb, mlflow or trackio; repeatable"] = None,
+    quiet: Quiet = False,
     import_: Imports = None,
     **overrides: Any,
 ) -> None:
@@ -44,6 +48,9 @@ def train(
     from mambacl.methods.registry import METHODS
 
     import_files(import_)
+    _be_quiet(quiet)
+    if track:
+        overrides = merge(overrides, {"track": track})
     if skip_bad:
         overrides = merge(overrides, {"stream": {"skip_bad": True}})
     if preset is None and not overrides:
@@ -71,6 +78,11 @@ def train(
     _show(runs, parent / f"{first.name}-comparison-{'-'.join(map(str, chosen))}")
 
 
+def _be_quiet(quiet: bool) -> None:
+    if quiet:
+        logger.setLevel(logging.WARNING)
+
+
 def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if words and "seed" in overrides:
@@ -83,7 +95,7 @@ def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
 @contextmanager
 def status(words: str) -> Iterator[None]:
     """Shows a temporary line on a terminal while the user waits. Prints nothing elsewhere."""
-    live = sys.stderr.isatty()
+    live = sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
     if live:
         print(f"{ERASE}{words} ...", end="", file=sys.stderr, flush=True)
     try:
@@ -116,6 +128,7 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
         from mambacl.reports.rendering import to_text
         from mambacl.reports.writing import report_folder
         from mambacl.training.folder import RunFolder
+        from mambacl.training.tracking import attach_report
 
     for run in runs:
         started = time.perf_counter()
@@ -123,6 +136,7 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
             page = write_report([run.folder])
         if run.trained:
             RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
+            attach_report(RunFolder(run.folder), Path(page))
     if len(runs) > 1:
         folders = [run.folder for run in runs]
         page = write_report(folders, report_folder(comparison, folders, numbered=True))
@@ -130,10 +144,18 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
     print(f"\nReport: {page}")
 
 
-def resume(run: RunPath, *, device: AnotherDevice = None, root: NewRoot = None, import_: Imports = None) -> None:
+def resume(
+    run: RunPath,
+    *,
+    device: AnotherDevice = None,
+    root: NewRoot = None,
+    quiet: Quiet = False,
+    import_: Imports = None,
+) -> None:
     """continue a run after an interruption, from its last checkpoint: `mambacl resume RUN`"""
     _check_folder(run)
     import_files(import_)
+    _be_quiet(quiet)
     with status("loading PyTorch"):
         from mambacl.training.api import resume as resume_run
 
@@ -147,11 +169,13 @@ def evaluate(
     device: AnotherDevice = None,
     scenario: Annotated[Scenario | None, "task: the task of each image is known; class or domain: it is not"] = None,
     root: NewRoot = None,
+    quiet: Quiet = False,
     import_: Imports = None,
 ) -> None:
     """evaluate a run's last checkpoint again, on all tasks learned: `mambacl evaluate RUN`"""
     _check_folder(run)
     import_files(import_)
+    _be_quiet(quiet)
     with status("loading PyTorch"):
         from mambacl.training.api import evaluate as evaluate_run
 

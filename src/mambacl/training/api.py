@@ -21,10 +21,13 @@ from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints, learned
 from mambacl.training.build import Parts, build, check_stream, describe_data, pick_device
+from mambacl.training.display import show
 from mambacl.training.folder import BACKBONE, RunFolder
 from mambacl.training.identity import differences, with_named_weights
 from mambacl.training.loop import Loop, TrainingError
+from mambacl.training.progress import Progress
 from mambacl.training.seconds import Watch
+from mambacl.training.tracking import check_trackers, open_trackers
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def train(
     """
     watch = Watch()
     resolved = resolve(config, overrides)
+    check_trackers(resolved.track)
     folder = RunFolder(resolved.folder)
     existing = folder.config() if folder.exists() and not overwrite else None
     resolved = with_named_weights(_with_precision(resolved, existing))
@@ -175,9 +179,11 @@ def evaluate(
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
     parts, checkpoint = _at_task_end(folder, config)
-    loop = parts.loop(folder)
+    done = checkpoint.position.task
+    progress = Progress("evaluate", {"evaluate": sum(parts.stream.test_counts()[:done])})
+    loop = parts.loop(folder, progress)
     loop.scenario = chosen
-    with arithmetic(config):
+    with arithmetic(config), show(progress):
         counted = loop.evaluate(checkpoint.position.task - 1)
     total = parts.stream.test_counts()[: len(counted)]
     further = len(learned.read_history(folder, checkpoint.position.task).known)
@@ -247,22 +253,21 @@ def load_method(
 
 def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint | None) -> dict[str, Any]:
     """Trains from the beginning, or from a checkpoint, to the end. Returns the results."""
-    config = parts.config
-    done = 0
-    if checkpoint is not None:
-        position = checkpoint.position
-        done = sum(parts.steps(t) for t in range(position.task)) * config.training.epochs
-        done += parts.steps(position.task) * position.epoch if position.epoch else 0
-    else:
+    config, position = parts.config, checkpoints.Position() if checkpoint is None else checkpoint.position
+    if checkpoint is None:
         logger.info("%s: %s; to %s", config.method, parts.method.summary, folder.path)
         logger.info("%s", parts.overview())
-    loop = parts.loop(folder, done)
+    trackers = open_trackers(config, folder, parts.method.trains)
+    progress = Progress(config.method, parts.work(position.task, position.epoch))
+    loop = parts.loop(folder, progress, trackers)
     try:
-        with terminable(), arithmetic(config), loop.display:
+        with terminable(), arithmetic(config), show(progress, folder):
             loop.run(checkpoint)
             with parts.watch.phase("audit"):
                 auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
-            return loop.write_results("finished")
+            results = loop.write_results("finished")
+        trackers.finish(results)
+        return results
     except KeyboardInterrupt:
         _note_end(loop, "interrupted")
         logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
@@ -282,6 +287,7 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
 
 
 def _note_end(loop: Loop, status: str) -> None:
+    loop.trackers.close(status)
     with suppress(OSError):  # a full disk may have stopped the run
         loop.background.wait()
     with suppress(OSError):

@@ -19,10 +19,11 @@ from mambacl.methods import METHODS, Method, Setup
 from mambacl.registry import unknown
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import checkpoints
-from mambacl.training.display import make_display
 from mambacl.training.folder import TASK_END, RunFolder
-from mambacl.training.loop import Loop
+from mambacl.training.loop import Loop, consolidates
+from mambacl.training.progress import Progress
 from mambacl.training.seconds import Watch
+from mambacl.training.tracking import Trackers
 
 T = TypeVar("T")
 
@@ -67,16 +68,23 @@ class Parts:
             )
         return "\n".join(lines)
 
-    def steps(self, task: int) -> int:
-        """The number of steps per epoch of a task."""
-        recipe = self.config.training
-        return -(-self.stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size)
+    def work(self, task: int = 0, epoch: int = 0) -> dict[str, float]:
+        """The images that a run has still to process, by phase, from this task and epoch on."""
+        recipe, method, total = self.config.training, self.method, self.stream.test_counts()
+        left = dict.fromkeys(("train", "covariance", "classifier", "evaluate"), 0.0)
+        for t in range(task, len(self.stream.tasks)):
+            images, done = self.stream.train_count(t), epoch if t == task else 0
+            if method.trains and t >= method.known_tasks:
+                left["train"] += images * recipe.passes_per_epoch * (recipe.epochs - done)
+            left["covariance"] += images if consolidates(method) else 0
+            left["classifier"] += images if method.classifier.updates else 0
+            left["evaluate"] += sum(total[: t + 1]) if method.trains else total[t]  # features that stay are kept
+        return left
 
-    def loop(self, folder: RunFolder, done: int = 0) -> Loop:
+    def loop(self, folder: RunFolder, progress: Progress | None = None, trackers: Trackers | None = None) -> Loop:
+        """`progress`: shows what the loop does."""
         config = self.config
         recipe = config.training
-        steps = sum(self.steps(t) for t in range(len(self.stream.tasks))) * recipe.epochs if self.method.trains else 0
-        display = make_display(config.method, steps, done)
         header = {
             "benchmark": config.name,
             "method": config.method,
@@ -104,8 +112,8 @@ class Parts:
             header["skipped"] = {"count": len(skipped), "images": list(skipped)}
         bf16 = config.precision == "bf16"
         return self.loop_class(
-            self.method, self.stream, recipe, folder, display, header, self.device, bf16, config.seed,
-            config.audit_images, config.fast, self.stream.scenario, self.watch,
+            self.method, self.stream, recipe, folder, progress or Progress(), header, self.device, bf16, config.seed,
+            config.audit_images, config.fast, self.stream.scenario, self.watch, trackers,
         )  # fmt: skip
 
 

@@ -1,73 +1,128 @@
-"""Shows a run's progress: a live bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a bar on a terminal, a few lines in a log file, and `progress.json` for `mambacl watch`."""
 
+import dataclasses
+import logging
+import os
+import platform
 import sys
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from mambacl.log import logger
+from mambacl.training.progress import Progress, State, View, duration
+
+if TYPE_CHECKING:
+    from mambacl.training.folder import RunFolder
+
+FIRST, LATER = 10.0, 60.0  # seconds without a line in a log file before one about the work under way
+WRITTEN = 1.0  # seconds between two versions of progress.json
 
 
-class Display:
-    """Plain lines through the logger: one per epoch, one per task."""
+class Lines:
+    """Lines through the logger: one per epoch and task, and now and then one within a long epoch or phase."""
 
-    def __init__(self, title: str, steps: int, done: int) -> None:
-        self.title = title
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title, self.clock, self.wait = title, clock, FIRST
+        self.last = clock()
 
-    def __enter__(self) -> "Display":
-        return self
+    def show(self, state: State) -> None:
+        if self.clock() - self.last < self.wait:
+            return
+        self.wait = LATER
+        left = "" if state.left is None else f"{duration(state.left)} left"
+        self.line("  ".join(filter(None, (state.place(), state.figures(), left))), task=False)
 
-    def __exit__(self, *error: object) -> None:
-        """Ends the display."""
-
-    def step(self) -> None:
-        """A training batch is done."""
-
-    def phase(self, text: str) -> None:
-        """A new phase begins."""
-
-    def epoch(self, text: str) -> None:
-        """An epoch, or a task, is done."""
+    def line(self, text: str, task: bool) -> None:
+        self.last = self.clock()
         logger.info("%s: %s", self.title, text)
 
-    task = epoch
+    def close(self) -> None:
+        """Nothing stays open."""
 
 
-class LiveDisplay(Display):
-    """One bar over all tasks, with a line above it for each finished task."""
+class Live:
+    """One bar over the whole run, with a line above it for each finished task."""
 
-    def __init__(self, title: str, steps: int, done: int) -> None:
-        super().__init__(title, steps, done)
-        self.progress = Progress(
-            TextColumn("{task.fields[title]}"),
-            BarColumn(bar_width=24),
+    def __init__(self, title: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, ProgressColumn, TextColumn
+        from rich.progress import Progress as Bars
+        from rich.text import Text
+
+        self.title, self.share, self.state, self.at = title, 0.0, State(), time.monotonic()
+        times = self.times
+
+        class Times(ProgressColumn):
+            def render(self, task: object) -> Text:
+                return Text(times())
+
+        self.bars = Bars(
+            TextColumn("{task.fields[title]}", markup=False),
+            BarColumn(bar_width=20),
             TextColumn("{task.percentage:3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            Times(),
+            TextColumn("{task.description}", markup=False),
             console=Console(stderr=True),
         )
-        self.bar = self.progress.add_task("", total=steps, completed=done, title=title)
+        self.bar = self.bars.add_task("", total=1.0, title=title)
+        self.bars.start()
 
-    def __enter__(self) -> "LiveDisplay":
-        self.progress.start()
-        return self
+    def show(self, state: State) -> None:
+        self.share = max(self.share, state.share())  # an estimate that grows must not move the bar back
+        self.state, self.at = dataclasses.replace(state), time.monotonic()
+        words = f"{state.place()} {state.figures()}".strip()
+        self.bars.update(self.bar, completed=self.share, description=words)
 
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
+    def times(self) -> str:
+        """Time passes while a single call computes, too."""
+        since = time.monotonic() - self.at
+        left = "" if self.state.left is None else f", {duration(self.state.left - since)} left"
+        return duration(self.state.elapsed + since) + left
 
-    def step(self) -> None:
-        self.progress.advance(self.bar)
+    def line(self, text: str, task: bool) -> None:
+        if task:
+            self.bars.console.print(f"{self.title}: {text}", markup=False, highlight=False)
 
-    def phase(self, text: str) -> None:
-        self.progress.update(self.bar, description=text)
-
-    epoch = phase
-
-    def task(self, text: str) -> None:
-        self.progress.console.print(f"{self.title}: {text}", markup=False, highlight=False)
+    def close(self) -> None:
+        self.bars.stop()
 
 
-def make_display(title: str, steps: int, done: int) -> Display:
-    return (LiveDisplay if sys.stderr.isatty() else Display)(title, steps, done)
+class ProgressFile:
+    """Replaces `progress.json` at most once per second. If it cannot be written, the run goes on without it."""
+
+    def __init__(self, write: Callable[[Mapping[str, Any]], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.write, self.clock, self.last = write, clock, -WRITTEN
+
+    def show(self, state: State) -> None:
+        if self.clock() - self.last < WRITTEN:
+            return
+        self.last = self.clock()
+        notes = {"pid": os.getpid(), "host": platform.node(), "time": time.time()}
+        with suppress(OSError):
+            self.write({**dataclasses.asdict(state), "notes": notes})
+
+    def line(self, text: str, task: bool) -> None:
+        """metrics.jsonl has it."""
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def make_view(title: str) -> View | None:
+    """A bar on a terminal, lines elsewhere; None if the log is set to warnings only."""
+    if not logger.isEnabledFor(logging.INFO):
+        return None
+    return Live(title) if sys.stderr.isatty() else Lines(title)
+
+
+def show(progress: Progress, folder: "RunFolder | None" = None) -> Progress:
+    """Opens the views of a run that begins now; `folder` gets its progress.json."""
+    view = make_view(progress.state.title)
+    progress.views = [] if view is None else [view]
+    if folder is not None:
+        progress.views.append(ProgressFile(folder.write_progress))
+    progress.began = progress.since = progress.clock()
+    progress.phase("", "starting")
+    return progress

@@ -4,6 +4,8 @@
     stream.json      class order, tasks, fingerprint of the data
     metrics.jsonl    events: one per epoch and task
     results.json     counts, metrics, seconds
+    progress.json    what the process that trains is doing, replaced every second; see `training.progress`
+    tracking.json    the run's names in trackers; see `training.tracking`
     audit.json       the findings of the audit
     confusion.json   which classes were taken for which, after the last two tasks; see `training.confusion`
     checkpoints/     tensors; see `training.checkpoints`
@@ -27,8 +29,7 @@ import yaml
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
-from mambacl.files import locked, write_bytes, write_json
-from mambacl.nullspace.memory import COVARIANCE_FOLDER
+from mambacl.files import locked, replacing, write_bytes, write_json
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import confusion
 from mambacl.training.confusion import Confusion
@@ -38,6 +39,7 @@ CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.
 BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
 LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
 LEARNED, CONFUSION = "learned.json", "confusion.json"
+PROGRESS, TRACKING = "progress.json", "tracking.json"
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
 BEFORE_TAGS = {"defocus_mamba_nano": "tin32-39ep", "defocus_mamba_large_22k": "in22k"}
 """what `pretrained: true` means in a run from before weights had tags; `in1k` for other models"""
@@ -114,11 +116,14 @@ class RunFolder:
         self.clear_covariances()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        for name in (EVENTS, RESULTS, AUDIT, CONFUSION, "error.log", *REPORT, STREAM, CONFIG):
+        names = (EVENTS, RESULTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, STREAM, CONFIG)
+        for name in names:
             (self.path / name).unlink(missing_ok=True)
 
     def clear_covariances(self) -> None:
         """Removes covariances that a killed process left on disk; the checkpoints have their own copy."""
+        from mambacl.nullspace.memory import COVARIANCE_FOLDER  # late, because it imports PyTorch
+
         for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -217,6 +222,25 @@ class RunFolder:
         kept = {} if before is None else {str(task - 1): before}
         content = {"schema": SCHEMA, "after": {**kept, str(task): confusion.to_json(found)}}
         write_bytes(self.path / CONFUSION, json.dumps(content, separators=(",", ":")).encode())
+
+    # Progress and trackers
+
+    def progress(self) -> dict[str, Any]:
+        """What the last process to train the run has said; empty if it has not begun. Never an error: it is news."""
+        try:
+            return self._json(PROGRESS)
+        except UserError:
+            return {}
+
+    def write_progress(self, state: Mapping[str, Any]) -> None:
+        with replacing(self.path / PROGRESS, sync=False) as temporary:  # losing it to a power failure is no loss
+            temporary.write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    def tracking(self) -> dict[str, Any]:
+        return self._json(TRACKING)
+
+    def write_tracking(self, content: Mapping[str, Any]) -> None:
+        write_json(self.path / TRACKING, content)
 
     # Tasks learned since the run finished
 

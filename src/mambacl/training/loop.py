@@ -25,13 +25,14 @@ from mambacl.scenarios import Scenario, chosen
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
 from mambacl.training.confusion import count_confusion
-from mambacl.training.display import Display
 from mambacl.training.folder import SCHEMA, RunFolder, task_file
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
+from mambacl.training.progress import Progress
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.seconds import Watch, with_other
 from mambacl.training.step import Recorder, TrainingStep, autocast
+from mambacl.training.tracking import Trackers
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -47,6 +48,7 @@ class TaskStream(Protocol):
     tasks: list[list[int]]
 
     def first_label(self, task: int) -> int: ...
+    def train_count(self, task: int) -> int: ...
     def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Batches: ...
     def plain_batches(self, task: int, batch_size: int) -> Batches: ...
     def some_images(self, task: int, count: int) -> Tensor: ...
@@ -65,7 +67,7 @@ class Loop:
         stream: TaskStream,
         recipe: Recipe,
         folder: RunFolder,
-        display: Display,
+        progress: Progress,
         header: dict[str, Any],
         device: torch.device,
         bf16: bool = False,
@@ -74,16 +76,19 @@ class Loop:
         fast: bool = True,
         scenario: Scenario = "class",
         watch: Watch | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """`header`: further entries for results.json; `fast`: whether steps can be recorded as CUDA graphs; `watch`:
-        counts the seconds since the run began."""
+        counts the seconds since the run began; `trackers` also get the events of metrics.jsonl."""
         self.watch = watch or Watch()
         self.seconds_before: dict[str, float] = {}  # in earlier processes
         self.saved_at = -math.inf  # time of the latest checkpoint
         self.scenario = scenario
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
-        self.display, self.header, self.device, self.bf16, self.seed = display, header, device, bf16, seed
+        self.progress, self.header, self.device, self.bf16, self.seed = progress, header, device, bf16, seed
+        self.trackers = trackers or Trackers([])
+        progress.figures, progress.memory = self._figures, lambda: peak_memory(device)
         self.position = Position()
         self.optimizer: torch.optim.Optimizer | None = None
         self.step: TrainingStep | None = None
@@ -108,6 +113,14 @@ class Loop:
             self._end_task(task)
         return self.write_results("finished")
 
+    def _phase(self, counted: str, text: str, task: int, of: int = 0, epoch: int = 0, epochs: int = 0) -> None:
+        tasks = len(self.stream.tasks)
+        self.progress.phase(counted, text, of, task=task + 1, tasks=tasks, epoch=epoch, epochs=epochs)
+
+    def _figures(self) -> tuple[float, float]:
+        assert self.step is not None
+        return self.step.means()
+
     # One task
 
     def _train_task(self, task: int) -> None:
@@ -129,18 +142,19 @@ class Loop:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
         compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
-        self.display.phase(f"{place} compiling" if compiling else place)
         with self.watch.phase("data"):
             batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
         steps = len(batches)  # type: ignore[arg-type]
+        count, text = self.stream.train_count(task) * recipe.passes_per_epoch, "compiling" if compiling else "training"
+        self._phase("train", text, task, count, epoch + 1, recipe.epochs)
         assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
             done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
             self.step(images, labels, recipe.lr_factor(done))
             if step == 0 and compiling:
-                self.display.phase(place)
-            self.display.step()
+                self.progress.text("training")
+            self.progress.step(len(labels))
         loss_sum, right, images_seen = self.step.take_sums()
         loss_mean, accuracy = loss_sum / images_seen, right / images_seen
         seconds = time.perf_counter() - started
@@ -153,7 +167,7 @@ class Loop:
         self._record("epoch", task=task, epoch=epoch, loss=loss_mean, accuracy=accuracy, images=images_seen,
                      lr=recipe.lr_factor(epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
         speed = images_seen / seconds
-        self.display.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
+        self.progress.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
 
     def _new_optimizer(self) -> None:
         self.names, groups = [], []
@@ -176,18 +190,21 @@ class Loop:
     def _end_task(self, task: int) -> None:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
         place = f"task {task + 1}/{tasks}"
-        self.display.phase(f"{place} consolidating")
-        done = self.method.finish_task(self.stream.plain_batches(task, recipe.covariance_batch_size))
+        if consolidates(self.method):
+            self._phase("covariance", "consolidating", task, self.stream.train_count(task))
+        batches = self.stream.plain_batches(task, recipe.covariance_batch_size)
+        done = self.method.finish_task(self.progress.over(batches))
         for phase, seconds in done.items():
             self.watch.add(phase, seconds)
         if self.method.classifier.updates:
+            self._phase("classifier", "learning features", task, self.stream.train_count(task))
+            batches = self.stream.plain_batches(task, recipe.eval_batch_size)
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
-                self.method.fit_classifier(self.stream.plain_batches(task, recipe.eval_batch_size))
+                self.method.fit_classifier(self.progress.over(batches))
         if self.audit_images:
             with self.watch.phase("audit"):
                 images = self.stream.some_images(task, self.audit_images).to(self.device)
                 auditing.keep(self.folder, task, self.method.model, images)
-        self.display.phase(f"{place} evaluating")
         with self.watch.phase("evaluate"):
             row = self.evaluate(task)
             classes = [c for own in self.stream.tasks for c in own]  # by label
@@ -203,7 +220,8 @@ class Loop:
         over = accuracy_over_tasks if recipe.headline == "tasks" else accuracy_over_images
         average = over(position.correct, total)[-1]
         each = " ".join(f"{right / total[j]:.1%}" for j, right in enumerate(row[:12])) + (" ..." if task > 11 else "")
-        self.display.task(f"after {place}: accuracy {average:.1%}  (by task: {each})")
+        self.progress.state.test_accuracy = average
+        self.progress.line(f"after {place}: accuracy {average:.1%}  (by task: {each})")
         self._warn_if_hardly_chosen(task, row[task], total[task])
 
     def _warn_if_hardly_chosen(self, task: int, found: int, images: int) -> None:
@@ -236,7 +254,9 @@ class Loop:
 
         if self.fast and self.device.type == "cuda" and self.method.recordable:  # nothing moves during an evaluation
             predict = Recorded(plain, tuple, record=CUDAGraphs(self.recorder))
-        sizes = [len(classes) for classes in self.stream.tasks]
+        sizes, total = [len(classes) for classes in self.stream.tasks], self.stream.test_counts()
+        computed = sum(total[j] for j in range(task + 1) if j not in self.kept)
+        self._phase("evaluate", "evaluating", task, computed)
         found = []
         for j in range(task + 1):
             parts = [(labels, chosen(logits, self.scenario, sizes, j)) for logits, labels in self._scores(j, predict)]
@@ -256,6 +276,7 @@ class Loop:
         kept: list[tuple[list[Tensor], Tensor]] | None = None if method.trains else []
         for images, labels in self.stream.test_batches(task, self.recipe.eval_batch_size):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            self.progress.step(len(labels))
             if kept is None:
                 yield predict(images), labels
                 continue
@@ -320,6 +341,7 @@ class Loop:
 
     def _record(self, event: str, **values: Any) -> None:
         self.folder.append_event({"event": event, **values})
+        self.trackers.event({"event": event, **values})
 
     def _count_seconds(self) -> None:
         """Adds up the seconds of this process and of earlier ones, by phase."""
@@ -358,6 +380,11 @@ class Loop:
         """The size of a classifier that is computed from features, once it has any."""
         classifier = self.method.classifier
         return {"classifier_bytes": classifier.nbytes} if classifier.updates and self.position.correct else {}
+
+
+def consolidates(method: Method) -> bool:
+    """Whether the method reads a task's images when the task ends."""
+    return type(method).finish_task is not Method.finish_task
 
 
 PHASES = ("train", "covariance", "decomposition", "evaluate")

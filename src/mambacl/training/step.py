@@ -113,6 +113,10 @@ class TrainingStep:
         self._taken += 1
         self._shapes.add(images.shape)
 
+    def means(self) -> tuple[float, float]:
+        """The mean loss and the accuracy since the last call of `take_sums`."""
+        return float(self.loss_sum) / self.images_seen, int(self.right) / self.images_seen
+
     def take_sums(self) -> tuple[float, int, int]:
         """The sum of the images' losses, the number of correct images and the number of images since the last call."""
         sums = float(self.loss_sum), int(self.right), self.images_seen
