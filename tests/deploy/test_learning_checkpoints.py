@@ -49,8 +49,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def learn(place: Path, out: Path, protect: str = "old/train", weights: str = "model", **options: Any) -> Any:
-    given = {"backbone": CONFIG["backbone"], "classes": place / "names.txt", "protect": place / protect, **OPTIONS}
+def learn(place: Path, out: Path, protect: str | None = "old/train", weights: str = "model", **options: Any) -> Any:
+    folder = None if protect is None else place / protect
+    given = {"backbone": CONFIG["backbone"], "classes": place / "names.txt", "protect": folder, **OPTIONS}
     new = options.pop("new", place / "new" / "train")
     return mambacl.learn(place / f"{weights}.safetensors", new, out=out, **{**given, **options})
 
@@ -113,6 +114,8 @@ def test_mistakes_get_one_sentence_and_leave_nothing(
     (bad / "bad.png").write_text("hello")
     mixed = shutil.copytree(place / "old" / "train", tmp_path / "mixed")
     write_images([mixed / "x.png"])
+    broken = shutil.copytree(place / "new" / "train", tmp_path / "broken")
+    (broken / "cat" / "bad.png").write_text("hello")
     other = {**CONFIG["backbone_options"], "embed_dim": 16}
     for words, options in (
         ("There is no model 'vimm'", {"backbone": "vimm"}),
@@ -127,6 +130,7 @@ def test_mistakes_get_one_sentence_and_leave_nothing(
         ("does not fit this model", {"backbone_options": other}),
         ("already has the class 'ant'", {"new": place / "old" / "train"}),
         ("has no class folders", {"new": tmp_path / "empty"}),
+        ("bad.png cannot be read", {"new": broken}),
     ):
         with pytest.raises(UserError, match=words) as error:
             learn(place, out, **options)

@@ -107,13 +107,15 @@ def is_foreign(run: str | Path, given: Mapping[str, Any], options: Mapping[str, 
     return False
 
 
-def check_new(source: Source, new: str | Path, more: bool) -> None:
+def check_new(source: Source, new: str | Path, more: bool, skip_bad: bool) -> None:
     """Refuses what could not be learned, before a run is made."""
-    given = open_folder(new, "--new", source.classes)
+    given = open_folder(new, "--new", source.classes, skip_bad)
     if not more and (both := [name for name in given.names if name in source.classes]):
         raise UserError(
             f"The checkpoint already has the class '{both[0]}': add --more for more images of it, or rename the folder."
         )
+    if not skip_bad:
+        given.images.check()
 
 
 def adopt(source: Source, device: torch.device, show: Show) -> RunFolder:

@@ -125,7 +125,7 @@ def learn(
     if not adopting.is_foreign(run, {name: value for name, value in given.items() if value is not None}, options):
         return _learn(_checked(run), new, own)
     source = adopting.Source.of(run, given, options, skip_bad)
-    adopting.check_new(source, new, more)
+    adopting.check_new(source, new, more, skip_bad)
     if not dry_run:
         return _with_notes(_learn(adopting.adopt(source, where, show), new, own), source.notes)
     with TemporaryDirectory() as place:
