@@ -25,13 +25,12 @@ class Coverage:
     def describe(self, images: int) -> str:
         """One sentence about a folder with that many images."""
         most, fewer = max(self.shares), min(self.shares)
-        words = (
-            f"The {images} images to protect cover at least {self.share:.1%} of the feature energy of others of their "
-            f"kind: so much of one half lies in the directions of the other half ({most} images)"
+        more = "" if fewer == most else f"; {self.shares[fewer]:.1%} with {fewer} images"
+        return (
+            f"The {images} images to protect cover at least about {self.share:.1%} of the feature energy of other "
+            f"images of their kind (the share of one half that lies in the directions of the other half, {most} images"
+            f"{more})."
         )
-        if fewer == most:
-            return f"{words}."
-        return f"{words}, and {self.shares[fewer]:.1%} with {fewer} images."
 
 
 def coverage(features: Tensor, draws: int = DRAWS) -> Coverage:
