@@ -291,7 +291,7 @@ def _judged(folder: RunFolder, model: Predictor, tests: list[TestImage], own: _O
     if found is None:  # there are only new classes
         right = dict.fromkeys([image.truth for image in tests], 0)
         total = dict(right)
-        answers = model.predict_each([image.pixels() for image in tests], top=1)
+        answers = model.predict_each([image.source for image in tests if isinstance(image.source, Path)], top=1)
         for image, answer in zip(tests, answers, strict=True):
             if not isinstance(answer, UserError):
                 total[image.truth] += 1
