@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from data_help import contents, make_tree, write_images
 from PIL import Image
 from small_run import CONFIG
@@ -294,13 +293,6 @@ def test_runs_that_cannot_learn(trained: Path, run: Path, photos: Path, tmp_path
     results = json.loads((run / "results.json").read_text())
     (run / "results.json").write_text(json.dumps({**results, "status": "interrupted"}))
     refused(run, new, "is not finished: run `mambacl resume")
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("method: analytic", "method: mamba-cl"))
-    refused(run, new, "work with runs of the method analytic for now")
-    options = yaml.safe_load(text)
-    options["stream"] |= {"scenario": "domain", "tasks": 1}
-    (run / "config.yaml").write_text(yaml.safe_dump(options))
-    refused(run, new, "are domains")
     refused(tmp_path, new, "is not a run folder")
     with pytest.raises(UserError, match="lacks the sums"):
         mambacl.rollback(tmp_path / "model.safetensors", 1)

@@ -49,7 +49,7 @@ def test_learn_predict_and_go_back(place: Path, capsys: pytest.CaptureFixture[st
     first, before = printed(capsys, *predict), contents(place / "run")
     out = printed(capsys, "learn", "run", "--new", "new/train", "--dry-run")
     assert "would learn 2 new classes (cat, dog) from 8 images as task 3" in out and "Nothing has changed." in out
-    assert contents(place / "run") == before
+    assert "of memory and" in out and contents(place / "run") == before
     out = printed(capsys, "learn", "run", "--new", "new/train", "--test", "tests")
     assert "has learned 2 new classes (cat, dog) from 8 images as task 3" in out and "has 5 classes" in out
     assert out.endswith("`mambacl rollback run --task 2` undoes it.\n")
@@ -74,6 +74,25 @@ def test_the_model_before_can_be_compared(place: Path, capsys: pytest.CaptureFix
     comparison = mambacl.compare("before.safetensors", "run", "tests")
     assert (comparison.old.classes, comparison.new.classes) == (3, 5)
     assert [one.name for one in comparison.classes if one.is_new] == ["cat", "dog"]
+
+
+def test_past_a_limit_the_run_keeps_its_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Test images of cats with the name that the model gave them before: it learns their right name."""
+    before = contents(place / "run")
+    answers = json.loads(printed(capsys, "predict", "run", "new/train/cat", "--json"))
+    known = answers[0]["predictions"][0]["class"]  # what it calls a cat, before it knows cats
+    shutil.copytree(place / "new" / "train" / "cat", place / "odd" / known)
+    (place / "many" / "cat").mkdir(parents=True)
+    for number in range(40):  # more than the class needs to outweigh the others
+        shutil.copy(place / "new" / "train" / "cat" / f"{number % 4}.png", place / "many" / "cat" / f"{number}.png")
+    words = ("learn", "run", "--new", "many", "--test", "odd", "--max-negative-flips", "0")
+    assert main(words) == 1
+    out, err = capsys.readouterr()
+    assert "were right before and are wrong now" in err and out.endswith("run keeps its old model.\n")
+    assert contents(place / "run") == before
+    (place / "limits.yaml").write_text("max_negative_flips: 1\nmax_drop: 100\n")
+    out = printed(capsys, *words[:-2], "--limits", "limits.yaml")
+    assert "negative flips" in out and "The new model is within the limits." in out
 
 
 def test_what_was_skipped_and_added_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mambacl.cli.training import ERASE, status
+from mambacl.cli.progress import with_progress
+from mambacl.cli.training import status
 from mambacl.config import Device
 from mambacl.deploy.comparison import Amount, Limits, Points, Rate, read_limits
 from mambacl.errors import UserError
@@ -22,7 +22,6 @@ from mambacl.options import Must, at_least, build
 if TYPE_CHECKING:
     from mambacl.deploy import Prediction
 
-PROGRESS_AFTER = 2.0  # seconds
 STANDARD_INPUT = "-"
 Model = Annotated[Path, "a run folder, or a file from `mambacl export`"]
 Answers = list[tuple[Path, "Prediction | UserError"]]
@@ -60,7 +59,7 @@ def predict(
         model = load(run, device)
     answers: Answers = []
     found = model.predict_each(files, top, batch_size, unknown_below)
-    for file, answer in zip(files, _with_progress(found, len(files)), strict=True):
+    for file, answer in zip(files, with_progress(found, len(files)), strict=True):
         if isinstance(answer, UserError):
             print(f"mambacl: {answer}", file=sys.stderr)
         answers.append((file, answer))
@@ -114,15 +113,14 @@ def compare(
         "max_drift": max_drift,
         "max_slowdown": max_slowdown,
     }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    bounds = build(Limits, {**(read_limits(limits) if limits is not None else {}), **chosen})
+    bounds = chosen_limits(given, limits)
     with ExitStack() as loading:
         loading.enter_context(status("loading the models"))
         from mambacl.deploy import compare as compare_models
 
         def show(images: Iterable[Any], total: int) -> Iterator[Any]:
             loading.close()
-            return _with_progress(images, total)
+            return with_progress(images, total)
 
         found = compare_models(old, new, test, device=device, batch_size=batch_size, show=show)
     from mambacl.deploy.comparison_page import as_page, as_text
@@ -142,6 +140,12 @@ def compare(
     if limited and not broken:
         print("The new model is within the limits.")
     return 1 if broken else 0
+
+
+def chosen_limits(given: Mapping[str, Any], file: Path | None) -> Limits:
+    """The limits of the command line, and those of a file."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return build(Limits, {**(read_limits(file) if file is not None else {}), **chosen})
 
 
 def export(
@@ -198,22 +202,6 @@ def _files(words: Iterable[str]) -> Iterator[Path]:
             yield from found
         else:
             yield path
-
-
-def _with_progress(answers: Iterable[Any], total: int) -> Iterator[Any]:
-    """Shows on a terminal how many images are done, and the time left, if it takes more than a moment."""
-    started = time.perf_counter()
-    shown = started
-    live = sys.stderr.isatty()
-    for done, answer in enumerate(answers):
-        now = time.perf_counter()
-        if live and now - started > PROGRESS_AFTER and now - shown > 0.2:
-            left = (now - started) / max(1, done) * (total - done)
-            print(f"{ERASE}{done} of {total} images, {left:.0f} s left", end="", file=sys.stderr, flush=True)
-            shown = now
-        yield answer
-    if shown != started:
-        print(ERASE, end="", file=sys.stderr, flush=True)
 
 
 def _json(answers: Answers) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mambacl.cli.deploy import _with_progress
+from mambacl.cli.deploy import chosen_limits
+from mambacl.cli.progress import with_progress
 from mambacl.cli.training import RunPath, status
 from mambacl.config import Device
+from mambacl.deploy.comparison import Amount, Limits, Points, Rate
 from mambacl.errors import UserError
 from mambacl.options import at_least
 
@@ -17,23 +20,42 @@ if TYPE_CHECKING:
 
 
 def learn(
-    run: RunPath,
+    run: Annotated[Path, "a run folder, or a checkpoint that was trained elsewhere"],
     *,
     new: Annotated[Path | None, "a folder with a folder of images for each class"] = None,
     more: Annotated[bool, "the folder also has images of classes that the model knows"] = False,
     test: Annotated[Path | None, "a folder like --new with test images: compare before and after"] = None,
+    max_negative_flips: Annotated[Rate, "largest share of old classes' images right before, wrong now"] = None,
+    max_drop: Annotated[Points, "largest loss of accuracy on the old classes, in points"] = None,
+    max_class_drop: Annotated[Points, "largest loss of accuracy on an old class, in points"] = None,
+    max_drift: Annotated[Amount, "largest relative change of a block's output"] = None,
+    max_slowdown: Annotated[Amount, "most additional time per image: 0.2 is a fifth more"] = None,
+    limits: Annotated[Path | None, "a YAML file with these limits; the command line comes first"] = None,
     unbalanced: Annotated[bool, "do not help classes that have few images"] = False,
-    dry_run: Annotated[bool, "change nothing; estimate time and size"] = False,
+    dry_run: Annotated[bool, "change nothing; estimate time, memory, disk and free capacity"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     device: Annotated[Device, "where to compute: auto, cpu, cuda, cuda:N"] = "auto",
-) -> None:
+    backbone: Annotated[str | None, "of a checkpoint: its model; `mambacl models` lists them"] = None,
+    classes: Annotated[Path | None, "of a checkpoint: a file with one class per line, in its order"] = None,
+    protect: Annotated[Path | None, "of a checkpoint: a folder with some images of its kind"] = None,
+    out: Annotated[Path | None, "of a checkpoint: the run folder to make"] = None,
+    **options: Any,
+) -> int:
     """add classes to a finished run, without its data: `mambacl learn RUN --new FOLDER`
 
-    The classes of FOLDER/CLASS/* become the next task; one image per class is enough. `mambacl rollback` undoes it.
-    It works with runs of the method analytic, the default."""
+    The classes of FOLDER/CLASS/* become the next task, trained as the run's own tasks were. Past a limit the run keeps
+    its old model, and the exit code is 1. `mambacl rollback` undoes it."""
     _check_run(run)
     if new is None:
         raise UserError("Name the folder with the new classes: --new FOLDER, which holds CLASS/* for each class.")
+    given = {
+        "max_negative_flips": max_negative_flips,
+        "max_drop": max_drop,
+        "max_class_drop": max_class_drop,
+        "max_drift": max_drift,
+        "max_slowdown": max_slowdown,
+    }
+    bounds = chosen_limits(given, limits)
     with status("loading the model"):
         from mambacl.deploy.learning import learn as learn_task
 
@@ -42,17 +64,36 @@ def learn(
         new,
         more=more,
         test=test,
+        limits=bounds,
         dry_run=dry_run,
         unbalanced=unbalanced,
         skip_bad=skip_bad,
         device=device,
-        show=_with_progress,
+        show=with_progress,
+        backbone=backbone,
+        classes=classes,
+        protect=protect,
+        out=out,
+        **options,
     )
     print(_summary(done))
+    if done.comparison is not None:
+        from mambacl.deploy.comparison_page import summary_table
+        from mambacl.reports.rendering import to_text
+
+        print(to_text(summary_table(done.comparison)))
     if done.after:
         print(_table(done))
+    for sentence in done.broken:
+        print(f"mambacl: {sentence}", file=sys.stderr)
+    if done.broken:
+        print(f"{done.folder} keeps its old model.")
+        return 1
+    if bounds != Limits() and not dry_run:
+        print("The new model is within the limits.")
     if not done.dry_run:
-        print(f"`mambacl rollback {run} --task {done.task - 1}` undoes it.")
+        print(f"`mambacl rollback {done.folder} --task {done.task - 1}` undoes it.")
+    return 0
 
 
 def rollback(
@@ -90,20 +131,35 @@ def _summary(done: Learning) -> str:
     known = len(done.images) - len(done.new)
     extra = f" and more of {known} known ones" if known else ""
     what = f"{_some(done.new, 'new class')}{extra} from {images} image{'' if images == 1 else 's'}"
-    size = f"{done.state_bytes / 1e6:.1f} MB"
-    if done.dry_run:
-        return (
-            f"{done.folder} would learn {what} as task {done.task}, in about {_duration(done.seconds)}. The model "
-            f"would have {done.classes} classes, and its state {size}, which stays on disk for each task. Nothing has "
-            "changed."
-        )
+    if known and not done.new:
+        what = f"{images} more image{'' if images == 1 else 's'} of {_some(list(done.images), 'known class')}"
+    size = megabytes(done.state_bytes)
     left_out = len(done.skipped)
     words = "image could not be read and was skipped" if left_out == 1 else "images could not be read and were skipped"
-    skipped = f" {left_out} {words}." if left_out else ""
-    return (
-        f"{done.folder} has learned {what} as task {done.task}, in {_duration(done.seconds)}. The model has "
-        f"{done.classes} classes, its state {size}.{skipped}"
-    )
+    notes = [*done.notes, *([f"{left_out} {words}."] if left_out else [])]
+    if done.dry_run:
+        room = [done.capacity.describe()] if done.capacity is not None else []
+        sentences = [
+            f"{done.folder} would learn {what} as task {done.task}, in about {_duration(done.seconds)}.",
+            f"The model would have {done.classes} classes, and its state {size}, which stays on disk for each task.",
+            f"Learning needs about {megabytes(done.memory_bytes)} of memory and {megabytes(done.disk_bytes)} on disk.",
+            *room,
+            *notes,
+            "Nothing has changed.",
+        ]
+    elif done.broken:
+        sentences = [f"{what[0].upper()}{what[1:]} took {_duration(done.seconds)} to learn.", *notes]
+    else:
+        sentences = [
+            f"{done.folder} has learned {what} as task {done.task}, in {_duration(done.seconds)}.",
+            f"The model has {done.classes} classes, its state {size}.",
+            *notes,
+        ]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
 def _duration(seconds: float) -> str:

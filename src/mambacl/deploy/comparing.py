@@ -31,6 +31,20 @@ SECONDS = 2.0  # after which no further pair of calls is timed
 Show = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
+@dataclass(frozen=True)
+class TestImage:
+    __test__ = False  # for pytest
+
+    name: str
+    truth: str
+    """its class"""
+    source: Path | Callable[[], Tensor]
+    """its file, or a function that reads it"""
+
+    def pixels(self) -> Tensor:
+        return pixels(self.source if isinstance(self.source, Path) else self.source())
+
+
 def compare(
     old: str | Path | Predictor,
     new: str | Path | Predictor,
@@ -48,19 +62,36 @@ def compare(
     paths = _images(folder)
     models = [model if isinstance(model, Predictor) else load(model, device) for model in (old, new)]
     known = [set(model.classes) for model in models]
-    files = [(path, class_of(path.relative_to(folder), known[0] | known[1])) for path in paths]
-    _check_classes(folder, {name for _, name in files}, *known)
-    answers, first, drift = _answers(files, models, batch_size, show)
-    by_class: dict[str, list[Row]] = {name: [] for _, name in files}
+    images = []
+    for path in paths:
+        place = path.relative_to(folder)
+        images.append(TestImage(place.as_posix(), class_of(place, known[0] | known[1]), path))
+    _check_classes(folder, {image.truth for image in images}, *known)
+    names = [str(path) if not isinstance(path, Predictor) else "" for path in (old, new)]
+    return compare_on(images, models, names, str(test), batch_size, show)
+
+
+def compare_on(
+    images: list[TestImage],
+    models: list[Predictor],
+    paths: list[str],
+    test: str,
+    batch_size: int = BATCH,
+    show: Show = lambda images, _: images,
+) -> Comparison:
+    """Compares two models, the old one first, on these images. `paths` and `test` name the models and the images."""
+    known = [set(model.classes) for model in models]
+    answers, first, drift = _answers(images, models, batch_size, show)
+    by_class: dict[str, list[Row]] = {image.truth: [] for image in images}
     for row in answers.rows:
         by_class[row.truth].append(row)
     shared = [row for row in answers.rows if row.truth in known[0]]
     if not shared:
-        raise UserError(f"No image in {folder} of a class that both models know can be read: add some.")
+        raise UserError(f"No image in {test} of a class that both models know can be read: add some.")
     seconds = _seconds(models, first)
     sides = [
         Side(
-            path=str(path) if not isinstance(path, Predictor) else "",
+            path=path,
             method=model.description.config.method,
             backbone=model.description.config.backbone,
             classes=len(model.classes),
@@ -71,23 +102,19 @@ def compare(
             images_per_second=len(first[i]) / seconds[i],
             bytes=_bytes(model),
         )
-        for i, (path, model) in enumerate(zip((old, new), models, strict=True))
+        for i, (path, model) in enumerate(zip(paths, models, strict=True))
     ]
     return Comparison(
         old=sides[0],
         new=sides[1],
-        test=str(test),
+        test=test,
         shared=Pairs.of(row.right for row in shared),
         all=Pairs.of(row.right for row in answers.rows),
         classes=tuple(
             ClassPairs(name, name not in known[0], Pairs.of(row.right for row in rows))
             for name, rows in by_class.items()
         ),
-        flips=tuple(
-            Flip(row.file.relative_to(folder).as_posix(), row.truth, row.predicted[1])
-            for row in shared
-            if row.right == (True, False)
-        ),
+        flips=tuple(Flip(row.name, row.truth, row.predicted[1]) for row in shared if row.right == (True, False)),
         drift=drift,
         unreadable=tuple(answers.unreadable),
         untested=tuple(name for name in models[0].classes if not by_class.get(name)),
@@ -133,7 +160,7 @@ def _check_classes(folder: Path, tested: set[str], old: set[str], new: set[str])
 class Row:
     """What both models say about an image, the old one first."""
 
-    file: Path
+    name: str
     truth: str
     predicted: tuple[str, str]
     confidences: tuple[float, float]
@@ -150,43 +177,43 @@ class Answers:
 
 
 def _answers(
-    files: list[tuple[Path, str]], models: list[Predictor], batch_size: int, show: Show
+    images: list[TestImage], models: list[Predictor], batch_size: int, show: Show
 ) -> tuple[Answers, list[Tensor], dict[str, float] | None]:
     """The rows of all images, the first batch of each model's inputs, and the drift on images of old classes."""
     answers, drift, known = Answers(), Drift.of(*models), set(models[0].classes)
     first: list[Tensor] = []
-    for batch in _batches(files, models, batch_size, show, answers.unreadable):
+    for batch in _batches(images, models, batch_size, show, answers.unreadable):
         inputs = [
-            model.transforms.normalize(torch.stack([made[i] for _, _, made in batch])) for i, model in enumerate(models)
+            model.transforms.normalize(torch.stack([made[i] for _, made in batch])) for i, model in enumerate(models)
         ]
         first = first or inputs
         best = [model.probabilities(x).max(1) for model, x in zip(models, inputs, strict=True)]
         values, labels = [b.values.tolist() for b in best], [b.indices.tolist() for b in best]
-        for k, (file, truth, _) in enumerate(batch):
+        for k, (image, _) in enumerate(batch):
             predicted = (models[0].classes[labels[0][k]], models[1].classes[labels[1][k]])
-            answers.rows.append(Row(file, truth, predicted, (values[0][k], values[1][k])))
+            answers.rows.append(Row(image.name, image.truth, predicted, (values[0][k], values[1][k])))
         if drift is not None:
-            drift.add(inputs[0][[truth in known for _, truth, _ in batch]])
+            drift.add(inputs[0][[image.truth in known for image, _ in batch]])
     return answers, first, None if drift is None else drift.relative()
 
 
-Prepared = tuple[Path, str, list[Tensor]]
+Prepared = tuple[TestImage, list[Tensor]]
 
 
 def _batches(
-    files: list[tuple[Path, str]], models: list[Predictor], batch_size: int, show: Show, unreadable: list[str]
+    images: list[TestImage], models: list[Predictor], batch_size: int, show: Show, unreadable: list[str]
 ) -> Iterator[list[Prepared]]:
     """Batches of images, each read once and prepared for both models."""
 
-    def prepared(item: tuple[Path, str]) -> Prepared | UserError:
+    def prepared(image: TestImage) -> Prepared | UserError:
         try:
-            image = pixels(item[0])
+            found = image.pixels()
         except UserError as error:
             return error
-        return *item, [model.transforms.evaluate(image) for model in models]
+        return image, [model.transforms.evaluate(found) for model in models]
 
     batch: list[Prepared] = []
-    for made in show(in_threads(prepared, files, ahead=2 * batch_size), len(files)):
+    for made in show(in_threads(prepared, images, ahead=2 * batch_size), len(images)):
         if isinstance(made, UserError):
             unreadable.append(str(made))
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mambacl.training import checkpoints
 from mambacl.training.api import load_method, task_end
 from mambacl.training.build import pick_device, setup_of
 from mambacl.training.folder import RunFolder
-from mambacl.training.learned import History, class_names, read_history
+from mambacl.training.learned import History, known_names, read_history
 from mambacl.training.loop import versions
 
 
@@ -44,13 +45,14 @@ def from_run(folder: RunFolder, device: torch.device, with_task_state: bool = Fa
     checkpoint = task_end(folder)
     model, transforms = _model(config)
     checkpoints.load_backbone(folder, model)
-    method = _method(config, model, device)
+    here = dataclasses.replace(config, out=str(folder.path))  # the folder may have moved
+    method = _method(here, model, device)
     load_method(folder, method, checkpoint, with_task_state)
     history = read_history(folder, checkpoint.position.task)
     if config.stream.scenario == "task":
         logger.info("%s was evaluated with the task known; it is not here, so all classes compete.", folder.path)
     description = Description(
-        classes=_class_names(stream, history, config.stream.by_domain),
+        classes=known_names(stream, history, config.stream.by_domain),
         config=config,
         preprocessing=_preprocessing(transforms, method),
         licence=_licence(config),
@@ -89,13 +91,6 @@ def _model(config: RunConfig) -> tuple[nn.Module, Transforms]:
 
 def _method(config: RunConfig, model: nn.Module, device: torch.device) -> Method:
     return METHODS.get(config.method)(model.eval().to(device), setup_of(config))
-
-
-def _class_names(stream: Mapping[str, Any], history: History, by_domain: bool) -> list[str]:
-    """By label, of the classes of finished tasks. If the tasks are domains, all have the same classes."""
-    if by_domain:
-        return [stream["class_names"][c] for c in stream["tasks"][0]]
-    return class_names(stream, history)
 
 
 def _preprocessing(transforms: Transforms, method: Method) -> list[dict[str, Any]]:

@@ -53,6 +53,17 @@ def read_model(path: Path) -> tuple[dict[str, dict[str, Tensor]], Description]:
     return parts, description
 
 
+def is_exported(path: Path) -> bool:
+    """Whether `mambacl export` wrote this file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "mambacl.model" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 def read_description(path: Path, otherwise: str | None = None) -> Description:
     """The description alone, without reading the tensors. `otherwise`: the error for a file of another kind."""
     from safetensors import SafetensorError, safe_open

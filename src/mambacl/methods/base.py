@@ -178,6 +178,10 @@ class Method:
         """For results.json: how much of earlier tasks' features is protected; empty if nothing is."""
         return {}
 
+    def free(self) -> dict[str, float]:
+        """The share of directions in which each protected part can still move; empty if nothing is protected."""
+        return {}
+
     def predict(self, images: Tensor) -> Tensor:
         """Scores of all classes seen so far, by label."""
         return self.classifier.scores(self.classifier_input(images))

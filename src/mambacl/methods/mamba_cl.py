@@ -43,6 +43,9 @@ class MambaCL(Method):
         found = self.space.protected
         return {} if found is None else dataclasses.asdict(found)
 
+    def free(self) -> dict[str, float]:
+        return {name: one.rank / one.spectrum.numel() for name, one in self.space.decompositions().items()}
+
     def state_dict(self) -> dict[str, Tensor]:
         step_state = {f"space.{name}": tensor for name, tensor in self.space.projected_step.state_dict().items()}
         return {**super().state_dict(), **step_state}

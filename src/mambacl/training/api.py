@@ -219,6 +219,11 @@ def _at_task_end(
 ) -> tuple[Parts, checkpoints.Checkpoint]:
     """A run's parts at the end of its latest task. `with_task_state` also loads what only training needs."""
     checkpoint = task_end(folder)
+    if folder.made_from_checkpoint():
+        raise UserError(
+            f"{folder.path} was made from a checkpoint and has no test images: compare its models on your own with "
+            "`mambacl compare OLD NEW --test FOLDER`."
+        )
     _check_root(folder, config)
     parts = build(config, folder)
     check_stream(folder, parts.described.result())

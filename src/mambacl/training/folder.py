@@ -61,6 +61,7 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.learned_states = self.path / "learned"
+        self.under_way = self.learned_states / "under-way"  # a task that is being learned
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
@@ -113,6 +114,7 @@ class RunFolder:
         (self.path / LEARNED).unlink(missing_ok=True)
         for path in (*self.checkpoints.glob("*.safetensors"), *self.learned_states.glob("*.safetensors")):
             path.unlink()
+        self.clear_under_way()
         self.clear_covariances()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
@@ -126,6 +128,10 @@ class RunFolder:
 
         for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def clear_under_way(self) -> None:
+        """Removes the checkpoints of a task that is being learned."""
+        shutil.rmtree(self.under_way, ignore_errors=True)
 
     def locked(self) -> AbstractContextManager[None]:
         """Locks the folder: one process at a time can train it."""
@@ -168,6 +174,10 @@ class RunFolder:
         if not self.has_stream():
             raise UserError(f"{self.path / STREAM} is missing: restore it, or start the run again with --overwrite.")
         return self._json(STREAM)
+
+    def made_from_checkpoint(self) -> bool:
+        """Whether `mambacl learn` made it of a checkpoint that was trained elsewhere: it has no data set."""
+        return "adopted" in self.stream()
 
     def results(self) -> dict[str, Any]:
         """The results, checked, because every table and figure relies on the counts; empty if not written yet."""

@@ -1,6 +1,7 @@
 """Tasks that a finished run has learned since, by `mambacl learn`, and which of its states answers now.
 
     learned/NNNN.safetensors  what the method keeps after such a task; each file is complete and never changes
+    learned/under-way/        checkpoints of a task that is being learned; see `training.next_task`
     learned.json              the tasks with their classes and files, and the number of the current task
 
 Writing learned.json is the only step that changes the model: before it, the new state is a file that nothing names.
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
+from mambacl.methods import METHODS, Method
 from mambacl.training.checkpoints import Checkpoint
-from mambacl.training.folder import LEARNED, RunFolder
+from mambacl.training.folder import LEARNED, TASK_END, RunFolder
 
 SCHEMA = 1
+METHOD = "method/"  # prefix of what a method has trained; the other tensors are its state after finished tasks
 UNDO = "restore the file, or remove it to have the model as training left it"
 
 
@@ -35,6 +38,8 @@ class LearnedTask:
     """new ones, in the order of their labels"""
     images: dict[str, int]
     """by class; with `--more`, also of classes that were known"""
+    domain: str = ""
+    """its name, if the run's tasks are domains"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ def read_history(folder: RunFolder, trained: int) -> History:
 def states(folder: RunFolder, history: History) -> dict[int, Path]:
     """The files with the states that exist, by the number of the task."""
     found = {index + 1: path for index, path in folder.task_files().items() if index < history.trained}
+    if METHODS.get(folder.config().method).trains:  # what it trained is in the checkpoint of the last task only
+        found = {history.trained: folder.checkpoints / TASK_END}
     for number, task in enumerate(history.tasks, start=history.trained + 1):
         path = folder.learned_states / task.file
         if path.exists():
@@ -106,7 +113,11 @@ def as_now(folder: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
         )
     position = checkpoint.position
     position = dataclasses.replace(position, task=history.own, correct=position.correct[: history.own])
-    return dataclasses.replace(checkpoint, position=position, task_state=read_tensors(path)[0])
+    tensors = read_tensors(path)[0]
+    trained = {name.removeprefix(METHOD): t for name, t in tensors.items() if name.startswith(METHOD)}
+    task_state = {name: t for name, t in tensors.items() if not name.startswith(METHOD)}
+    state = trained or checkpoint.method_state  # a method that trains nothing has none
+    return dataclasses.replace(checkpoint, position=position, method_state=state, task_state=task_state)
 
 
 def class_names(stream: Mapping[str, Any], history: History) -> list[str]:
@@ -115,15 +126,32 @@ def class_names(stream: Mapping[str, Any], history: History) -> list[str]:
     return own + [name for task in history.known for name in task.classes]
 
 
+def known_names(stream: Mapping[str, Any], history: History, by_domain: bool) -> list[str]:
+    """By label, of the classes of finished tasks. If the tasks are domains, all have the same classes."""
+    return [stream["class_names"][c] for c in stream["tasks"][0]] if by_domain else class_names(stream, history)
+
+
+def widths(stream: Mapping[str, Any], history: History) -> list[int]:
+    """The number of labels of each task that the model knows. A task with more images of known classes has none."""
+    own = [len(task) for task in stream["tasks"]]
+    return own[: history.own] + [own[0] if task.domain else len(task.classes) for task in history.known]
+
+
 def new_file(folder: RunFolder) -> str:
     """A name that no state has."""
     numbers = [int(path.stem) for path in folder.learned_states.glob("*.safetensors") if path.stem.isdecimal()]
     return f"{max(numbers, default=0) + 1:04d}.safetensors"
 
 
-def write_state(folder: RunFolder, file: str, tensors: Mapping[str, Tensor]) -> None:
+def state_of(method: Method) -> dict[str, Tensor]:
+    """What a state's file holds."""
+    trained = {METHOD + name: t for name, t in method.state_dict().items()} if method.trains else {}
+    return {**trained, **method.task_state_dict()}
+
+
+def write_state(folder: RunFolder, file: str, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
     folder.learned_states.mkdir(exist_ok=True)
-    write_tensors(folder.learned_states / file, tensors, {})
+    write_tensors(folder.learned_states / file, tensors, text)
 
 
 def switch(folder: RunFolder, history: History) -> None:
@@ -137,3 +165,4 @@ def remove_unnamed(folder: RunFolder, history: History) -> None:
     for path in (*folder.learned_states.glob("*.safetensors"), *folder.learned_states.glob(".*.part")):
         if path.name not in named:
             path.unlink(missing_ok=True)
+    folder.clear_under_way()

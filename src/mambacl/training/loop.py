@@ -123,10 +123,13 @@ class Loop:
 
     # One task
 
+    def _start_task(self, task: int) -> None:
+        seed = task_seed(self.seed, task)
+        self.method.start_task(Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), seed))
+
     def _train_task(self, task: int) -> None:
         if self.position.epoch == 0:
-            seed = int(np.random.SeedSequence([self.seed, task]).generate_state(1)[0])
-            self.method.start_task(Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), seed))
+            self._start_task(task)
         if task < self.method.known_tasks or not self.method.trains:
             return
         if self.optimizer is None:
@@ -187,9 +190,9 @@ class Loop:
 
     # The end of a task
 
-    def _end_task(self, task: int) -> None:
-        recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
-        place = f"task {task + 1}/{tasks}"
+    def _consolidate(self, task: int) -> None:
+        """What the method and its classifier take from a task whose steps are done."""
+        recipe = self.recipe
         if consolidates(self.method):
             self._phase("covariance", "consolidating", task, self.stream.train_count(task))
         batches = self.stream.plain_batches(task, recipe.covariance_batch_size)
@@ -201,6 +204,11 @@ class Loop:
             batches = self.stream.plain_batches(task, recipe.eval_batch_size)
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
                 self.method.fit_classifier(self.progress.over(batches))
+
+    def _end_task(self, task: int) -> None:
+        recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
+        place = f"task {task + 1}/{tasks}"
+        self._consolidate(task)
         if self.audit_images:
             with self.watch.phase("audit"):
                 images = self.stream.some_images(task, self.audit_images).to(self.device)
@@ -385,6 +393,11 @@ class Loop:
 def consolidates(method: Method) -> bool:
     """Whether the method reads a task's images when the task ends."""
     return type(method).finish_task is not Method.finish_task
+
+
+def task_seed(seed: int, task: int) -> int:
+    """For the random numbers of a task."""
+    return int(np.random.SeedSequence([seed, task]).generate_state(1)[0])
 
 
 PHASES = ("train", "covariance", "decomposition", "evaluate")
