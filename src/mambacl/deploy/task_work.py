@@ -22,6 +22,7 @@ from mambacl.log import logger
 from mambacl.methods import Method, Task
 from mambacl.training import learned
 from mambacl.training.api import arithmetic, task_end, terminable
+from mambacl.training.display import show as show_progress
 from mambacl.training.folder import RunFolder
 from mambacl.training.learned import History
 from mambacl.training.loop import TrainingError, task_seed
@@ -142,7 +143,7 @@ class TaskWork:
             logger.info("Continuing the task after epoch %d.", done)
             loop.restore(checkpoint)
         try:
-            with terminable(), arithmetic(self.config), loop.display:
+            with terminable(), arithmetic(self.config), show_progress(loop.progress):
                 loop.learn(self.trains)
         except KeyboardInterrupt:
             logger.warning("The run has its old model; the same command continues from the last checkpoint.")
@@ -177,7 +178,7 @@ class TaskWork:
         if not self.only_sums:
             stream = self._next_stream(self._labelled())
             place = RunFolder(self.folder.under_way)  # nothing is written
-            loop = next_task(self.method, stream, self.config, place, self.model.device, self.trains, shown=False)
+            loop = next_task(self.method, stream, self.config, place, self.model.device, self.trains)
             with arithmetic(self.config):
                 return loop.estimated(self.trains)
         given, transforms = self.given, self.model.transforms

@@ -24,9 +24,9 @@ from mambacl.files import write_json
 from mambacl.methods import Method
 from mambacl.training import checkpoints
 from mambacl.training.checkpoints import Checkpoint, Position, TaskState
-from mambacl.training.display import Display, make_display
 from mambacl.training.folder import RunFolder, task_file
 from mambacl.training.loop import Loop
+from mambacl.training.progress import Progress
 from mambacl.training.step import autocast
 
 IDENTITY = "task.json"
@@ -74,7 +74,7 @@ class NextTask(Loop):
     def estimated(self, trains: bool) -> float:
         """Seconds that `learn` takes, from a few batches. Afterwards the method has learned these."""
         task, recipe = self.position.task, self.recipe
-        images = self.stream.train_count(task)  # type: ignore[attr-defined]
+        images = self.stream.train_count(task)
         self._start_task(task)
         seconds = 0.0
         if trains:
@@ -111,25 +111,31 @@ class NextTask(Loop):
 
 def next_task(
     method: Method, stream: Stream, config: RunConfig, folder: RunFolder, device: torch.device, trains: bool,
-    done: int = 0, shown: bool = True,
+    done: int = 0,
 ) -> NextTask:  # fmt: skip
     """The loop for the last task of the stream, at its start. `done`: epochs of an earlier process."""
     task, recipe = len(stream.tasks) - 1, config.training
-    steps = -(-stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size) if trains else 0
-    display = make_display(config.method, steps * recipe.epochs, steps * done) if shown else Quiet("", 0, 0)
+    images = stream.train_count(task)
+    left = {"covariance": images, "classifier": images}
+    if trains:
+        left["train"] = images * recipe.passes_per_epoch * (recipe.epochs - done)
+    progress = Progress(config.method, left)
     header = {"benchmark": config.name, "method": config.method, "seed": config.seed, "tasks": stream.tasks}
     loop = NextTask(
-        method, stream, recipe, folder, display, header, device, config.precision == "bf16", config.seed, 0, config.fast
+        method,
+        stream,
+        recipe,
+        folder,
+        progress,
+        header,
+        device,
+        config.precision == "bf16",
+        config.seed,
+        0,
+        config.fast,
     )
     loop.position = Position(task=task)
     return loop
-
-
-class Quiet(Display):
-    def epoch(self, text: str) -> None:
-        """Says nothing."""
-
-    task = epoch
 
 
 def begin(folder: RunFolder, identity: dict[str, Any], task_state: Callable[[], dict[str, Any]]) -> Checkpoint | None:
