@@ -21,6 +21,7 @@ from mambacl.cli.models import convert, methods, models, plan
 from mambacl.cli.paper import paper
 from mambacl.cli.pretraining import pretrain
 from mambacl.cli.reporting import audit, report
+from mambacl.cli.serving import serve
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
@@ -29,7 +30,7 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
+    train, resume, evaluate, predict, learn, rollback, compare, export, serve, report, audit, pretrain, paper, plan,
     data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
     bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
@@ -40,7 +41,7 @@ COMMANDS = {
     for name in [function.__name__.replace("_", " ")]
 }
 # commands that compute for a long time
-LONG = ("train", "resume", "evaluate", "predict", "learn", "compare", "pretrain", "paper", "audit")
+LONG = ("train", "resume", "evaluate", "predict", "learn", "compare", "serve", "pretrain", "paper", "audit")
 BUSY = 0.5  # load per core above which the machine counts as busy
 SPINS = "2000"  # about as long as Python takes between two operations
 
