@@ -16,6 +16,7 @@ from mambacl.cli.completion import COMPLETE, candidates, completion
 from mambacl.cli.data import data_check, data_list, data_prepare, data_show
 from mambacl.cli.deploy import compare, export, predict
 from mambacl.cli.doctor import doctor
+from mambacl.cli.hub import pull, push
 from mambacl.cli.learning import learn, rollback
 from mambacl.cli.models import convert, methods, models, plan
 from mambacl.cli.paper import paper
@@ -30,9 +31,9 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, evaluate, predict, learn, rollback, compare, export, serve, report, audit, pretrain, paper, plan,
-    data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
-    bench_relaxation, models, methods, convert, doctor, completion,
+    train, resume, evaluate, predict, learn, rollback, compare, export, serve, push, pull, report, audit,
+    pretrain, paper, plan, data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings,
+    bench_precision, bench_busy, bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
 CONFIGS: dict[Any, type] = {pretrain: PretrainConfig}  # of commands with options other than a run's
 COMMANDS = {
