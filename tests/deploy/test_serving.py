@@ -205,7 +205,7 @@ def test_a_refusal_does_not_wait_for_the_body(current: CurrentModel) -> None:
 
 def test_a_slow_answer_is_given_up(current: CurrentModel, monkeypatch: pytest.MonkeyPatch) -> None:
     going = threading.Event()
-    monkeypatch.setattr(current.served.predictor, "predict", lambda *_, **__: going.wait(60))
+    monkeypatch.setattr(current.served.predictor, "answers", lambda *_, **__: going.wait(60))
     with client_of(current, timeout=0.2) as client:
         refused(client.post("/predict", content=photos(1)[0]), 504, "no answer within 0.2 seconds")
         monkeypatch.undo()
@@ -218,7 +218,7 @@ def test_a_failure_is_one_sentence(current: CurrentModel, monkeypatch: pytest.Mo
         raise RuntimeError("out of memory")
 
     with client_of(current) as client:
-        monkeypatch.setattr(current.served.predictor, "predict", fail)
+        monkeypatch.setattr(current.served.predictor, "answers", fail)
         refused(client.post("/predict", content=photos(1)[0]), 500, "The server failed (RuntimeError)")
         monkeypatch.undo()
         assert client.post("/predict", content=photos(1)[0]).status_code == 200
@@ -253,13 +253,14 @@ def test_the_rate_is_per_second_and_client_and_shared_by_processes(tmp_path: Pat
 
 def test_requests_that_come_together_are_one_batch_and_keep_their_answers(current: CurrentModel) -> None:
     model = current.served.predictor
-    images = [decoded("a", data, 10**6) for data in photos(9)]
+    raw = [decoded("a", data, 10**6) for data in photos(9)]
+    images = [model.transform(image) for image in raw]
     sizes: list[int] = []
-    whole = model.predict
+    whole = model.answers
 
-    def predict(images: list[torch.Tensor], *words: Any, **options: Any) -> Any:
-        sizes.append(len(images))
-        return whole(images, *words, **options)
+    def counted(inputs: torch.Tensor, top: int) -> Any:
+        sizes.append(len(inputs))
+        return whole(inputs, top)
 
     async def together(size: int) -> list[Any]:
         batcher = Batcher(size)
@@ -267,12 +268,12 @@ def test_requests_that_come_together_are_one_batch_and_keep_their_answers(curren
         await batcher.close()
         return [answer for [answer] in found]
 
-    alone = [model.predict(image, 3)[0] for image in images]
-    model.predict = predict  # type: ignore[method-assign]
+    alone = [model.predict(image, 3)[0] for image in raw]
+    model.answers = counted  # type: ignore[method-assign]
     try:
         found = {size: asyncio.run(together(size)) for size in (1, 4, 32)}
     finally:
-        del model.predict
+        del model.answers
     assert sizes == [1] * 9 + [4, 4, 1] + [9]
     for answers in found.values():
         for n, (answer, expected) in enumerate(zip(answers, alone, strict=True)):
@@ -286,9 +287,9 @@ def test_a_request_keeps_the_model_it_began_with(current: CurrentModel) -> None:
         def __init__(self, name: str) -> None:
             self.name, self.sizes = name, []
 
-        def predict(self, images: list[Any], top: int, batch_size: int) -> list[Any]:
-            self.sizes.append(len(images))
-            return [mambacl.deploy.Prediction((self.name,), (1.0,)) for _ in images]
+        def answers(self, inputs: torch.Tensor, top: int) -> list[Any]:
+            self.sizes.append(len(inputs))
+            return [mambacl.deploy.Prediction((self.name,), (1.0,)) for _ in inputs]
 
     async def ask() -> list[str]:
         batcher, old, new = Batcher(8), Named("old"), Named("new")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mambacl.deploy.predictor import Prediction, Predictor
@@ -21,6 +22,7 @@ WAITING = 1024  # images; more would wait longer than clients do
 class Job:
     model: Predictor
     image: Tensor
+    """the model's input"""
     top: int
     unknown_below: float
     answer: asyncio.Future[Prediction]
@@ -94,8 +96,7 @@ class Batcher:
 
 
 def _answers(batch: list[Job]) -> list[Prediction]:
-    top = max(job.top for job in batch)
-    found = batch[0].model.predict([job.image for job in batch], top, batch_size=len(batch))
+    found = batch[0].model.answers(torch.stack([job.image for job in batch]), max(job.top for job in batch))
     return [
         Prediction(answer.classes[: job.top], answer.probabilities[: job.top], answer.probability < job.unknown_below)
         for job, answer in zip(batch, found, strict=True)

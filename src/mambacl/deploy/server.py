@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from mambacl.deploy.batching import Batcher
 from mambacl.deploy.current import CurrentModel, Served
+from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.rate import RateLimit
 from mambacl.deploy.requests import ErrorResponse, JsonResponse, Question, images_of
 from mambacl.deploy.rows import as_row
@@ -41,6 +43,7 @@ def app_from_environment() -> FastAPI:
 
 def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
     batcher: Batcher
+    readers = ThreadPoolExecutor(options.threads, "read")  # bounds the large images in memory; only inputs wait
     rate = None if options.rate is None else RateLimit(options.rate, options.rate_file)
     page = _page(options)
     # Pillow would warn of large images, which have a limit here
@@ -54,6 +57,7 @@ def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
         yield
         await run_in_threadpool(current.close)
         await batcher.close()
+        readers.shutdown(cancel_futures=True)
         if rate is not None:
             rate.close()
 
@@ -61,9 +65,13 @@ def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
 
     @app.post("/predict")
     async def predict(request: Request) -> Response:
-        if rate is not None:
-            _check_rate(rate, request)
-        question = Question.of(request)
+        try:
+            if rate is not None:
+                _check_rate(rate, request)
+            question = Question.of(request)
+        except Refusal as refusal:
+            refusal.unread = True
+            raise
         files = await images_of(request, options.max_bytes, options.timeout)
         served = current.served
         try:
@@ -75,11 +83,12 @@ def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
 
     async def _rows(served: Served, files: list[tuple[str, bytes]], question: Question) -> list[dict[str, Any]]:
         """One row per file, as `mambacl predict --json` prints them. If no file can be read, the first one's error."""
-        read = await asyncio.gather(*(run_in_threadpool(_try_decode, *file, options.max_pixels) for file in files))
+        loop, model, most = asyncio.get_running_loop(), served.predictor, options.max_pixels
+        read = await asyncio.gather(*(loop.run_in_executor(readers, _try_read, model, *file, most) for file in files))
         images = [image for image in read if not isinstance(image, Refusal)]
         if not images:
             raise read[0]
-        answers = iter(await batcher.predict(served.predictor, images, question.top, question.unknown_below))
+        answers = iter(await batcher.predict(model, images, question.top, question.unknown_below))
         return [
             as_row(name, UserError(image.sentence) if isinstance(image, Refusal) else next(answers))
             for (name, _), image in zip(files, read, strict=True)
@@ -143,9 +152,10 @@ def _check_rate(rate: RateLimit, request: Request) -> None:
         raise Refusal(429, f"Too many requests: try again in {seconds} s.", {"Retry-After": str(seconds)})
 
 
-def _try_decode(name: str, data: bytes, max_pixels: int) -> Any:
+def _try_read(model: Predictor, name: str, data: bytes, max_pixels: int) -> Any:
+    """The model's input, or a `Refusal`."""
     try:
-        return decoded(name, data, max_pixels)
+        return model.transform(decoded(name, data, max_pixels))
     except Refusal as refusal:
         return refusal
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mambacl.data.images import DAMAGE, reason, rgb
 from mambacl.deploy.serve_options import Refusal
 
-# Others that Pillow reads can start a program (EPS) or hold many images in one.
+# Pillow reads more, but to read EPS, for example, it starts another program.
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
 
