@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,15 @@ def test_without_a_network_the_copy_of_an_earlier_download_is_used(
     assert main(["push", str(run), "ada/clothes"]) == main(["pull", "ada/clothes"]) == 0
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert mambacl.load("hf://ada/clothes", "cpu").classes == mambacl.load(run, "cpu").classes
+
+
+def test_the_code_of_the_page_runs(run: Path, hub: Hub) -> None:
+    page = Path(__file__).parents[2] / "docs" / "hub.md"
+    [code] = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    assert main(["push", str(run), "ada/flowers"]) == 0
+    names = {"mambacl": mambacl}
+    exec(code, names)
+    assert names["predictor"].classes == mambacl.load(run, "cpu").classes
 
 
 # The card

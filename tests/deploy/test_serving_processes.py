@@ -1,7 +1,9 @@
 """`mambacl serve` as a process: many clients, a newer model under load, workers, a stop."""
 
+import http.client
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import mambacl
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
+from mambacl.deploy import clients
 from mambacl.deploy.clients import ask, differing
 
 pytestmark = [pytest.mark.extras, pytest.mark.slow]
@@ -28,6 +31,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def unchanged(trained: Path) -> Iterator[Server]:
+    """A server whose model stays the same."""
+    with serving(trained, "--max-bytes", "1000000") as started:
+        yield started
 
 
 @pytest.fixture
@@ -52,12 +62,37 @@ def until(happens, words: str) -> None:
         time.sleep(0.05)
 
 
-def test_fifty_clients_lose_nothing_and_get_the_models_answers(server: Server, run: Path, tmp_path: Path) -> None:
+def test_fifty_clients_lose_nothing_and_get_the_models_answers(
+    unchanged: Server,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     images = photos(8)
-    outcome = ask(server.url, images, clients=50, enough=4)
+    outcome = ask(unchanged.url, images, clients=50, enough=4)
     assert not outcome.lost and len(outcome.answers) == 200
-    assert not differing(outcome, expected(run, images, tmp_path / "images"))
-    assert server.stop() == 0
+    assert not differing(outcome, expected(trained, images, tmp_path / "images"))
+    assert len(differing(outcome, [["nothing"]] * len(images))) == 200
+    # the same by hand
+    words = ["--clients", "5", "--requests", "2", "--model", str(trained)]
+    files = [str(file) for file in sorted((tmp_path / "images").iterdir())]
+    monkeypatch.setattr(sys, "argv", ["clients", unchanged.url, *files, *words])
+    assert clients.main() == 0 and "0 lost, 0 answered otherwise" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["clients", "http://127.0.0.1:9", *files, *words])
+    assert clients.main() == 1 and "10 lost" in capsys.readouterr().out
+
+
+def test_a_client_that_sends_too_much_still_gets_its_sentence(unchanged: Server) -> None:
+    """It writes all of it before it reads."""
+    for headers in ({}, {"Transfer-Encoding": "chunked"}):
+        connection = http.client.HTTPConnection("127.0.0.1", unchanged.port, timeout=LONGEST)
+        body = bytes(8_000_000)
+        connection.request("POST", "/predict", iter([body]) if headers else body, headers, encode_chunked=bool(headers))
+        response = connection.getresponse()
+        assert response.status == 413 and b"more than 1 MB" in response.read()
+        connection.close()
+    assert unchanged.get("/ready") == {"ready": True}
 
 
 def test_a_newer_task_is_picked_up_under_load(server: Server, run: Path, tmp_path: Path) -> None:
