@@ -22,6 +22,7 @@ from serving_help import encoded, photos, small_run
 
 import mambacl
 from mambacl.cli import main
+from mambacl.cli.serving import MOST_PIXELS
 from mambacl.deploy.rate import RateLimit
 from mambacl.deploy.serve_options import Refusal, ServeOptions
 from mambacl.deploy.uploads import decoded
@@ -368,6 +369,8 @@ def test_mistakes_on_the_command_line(run: Path, tmp_path: Path, capsys: pytest.
         assert "is not a model that mambacl exported" in words
     assert "does not exist" in fails(capsys, "serve", str(tmp_path / "gone"))
     assert "must be at least 0 and at most 65535" in fails(capsys, "serve", str(run), "--port", "70000")
+    assert 2 * (Image.MAX_IMAGE_PIXELS or 0) in (MOST_PIXELS, MOST_PIXELS + 1)
+    assert "at most 178956970" in fails(capsys, "serve", str(run), "--max-pixels", "300000000")
     assert "more than 0" in fails(capsys, "serve", str(run), "--rate", "0")
     assert "not an address of this machine" in fails(capsys, "serve", str(run), "--host", "192.0.2.1")
 

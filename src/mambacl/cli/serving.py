@@ -11,6 +11,7 @@ from mambacl.config import Device
 from mambacl.errors import UserError
 from mambacl.options import Must, at_least, between
 
+MOST_PIXELS = 178_956_970  # Pillow refuses larger images
 Positive = Must("be finite and more than 0", lambda value: 0 < value < float("inf"))
 
 
@@ -23,7 +24,7 @@ def serve(
     batch: Annotated[int, "images of requests that arrive together, predicted at once", at_least(1)] = 32,
     rate: Annotated[float | None, "requests per second from a client; more get the status 429", Positive] = None,
     max_bytes: Annotated[int, "of a request", at_least(1)] = 20_000_000,
-    max_pixels: Annotated[int, "of an image", at_least(1)] = 50_000_000,
+    max_pixels: Annotated[int, "of an image", between(1, MOST_PIXELS)] = 50_000_000,
     timeout: Annotated[float, "seconds to read a request, and again to answer it", Positive] = 30.0,
     device: Annotated[Device, "where to compute: auto, cpu, cuda, cuda:N"] = "auto",
     threads: Annotated[int | None, "to compute with, per worker; default: the cores", at_least(1)] = None,
