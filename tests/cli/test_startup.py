@@ -29,6 +29,8 @@ REFUSED = [
     ["predict", "nowhere", "a.png"],
     ["export", "nowhere", "--to", "onnx"],
     ["compare", "nowhere", "nowhere"],
+    ["serve", "nowhere"],
+    ["push", "nowhere", "ada/flowers"],
     ["resume", "nowhere", "--device", "tpu"],
     ["report", "--all"],
     ["paper", "nothing"],

@@ -16,11 +16,13 @@ from mambacl.cli.completion import COMPLETE, candidates, completion
 from mambacl.cli.data import data_check, data_list, data_prepare, data_show
 from mambacl.cli.deploy import compare, export, predict
 from mambacl.cli.doctor import doctor
+from mambacl.cli.hub import pull, push
 from mambacl.cli.learning import learn, rollback
 from mambacl.cli.models import convert, methods, models, plan
 from mambacl.cli.paper import paper
 from mambacl.cli.pretraining import pretrain
 from mambacl.cli.reporting import audit, report
+from mambacl.cli.serving import serve
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
@@ -31,9 +33,9 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, watch, evaluate, predict, learn, rollback, compare, export, report, audit, pretrain, paper, plan,
-    data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings, bench_precision, bench_busy,
-    bench_relaxation, models, methods, convert, doctor, completion,
+    train, resume, watch, evaluate, predict, learn, rollback, compare, export, serve, push, pull, report, audit,
+    pretrain, paper, plan, data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings,
+    bench_precision, bench_busy, bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
 CONFIGS: dict[Any, type] = {pretrain: PretrainConfig}  # of commands with options other than a run's
 COMMANDS = {
@@ -42,7 +44,7 @@ COMMANDS = {
     for name in [function.__name__.replace("_", " ")]
 }
 # commands that compute for a long time
-LONG = ("train", "resume", "evaluate", "predict", "learn", "compare", "pretrain", "paper", "audit")
+LONG = ("train", "resume", "evaluate", "predict", "learn", "compare", "serve", "pretrain", "paper", "audit")
 BUSY = 0.5  # load per core above which the machine counts as busy
 SPINS = "2000"  # about as long as Python takes between two operations
 

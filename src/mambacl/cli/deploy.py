@@ -15,6 +15,7 @@ from mambacl.cli.progress import with_progress
 from mambacl.cli.training import status
 from mambacl.config import Device
 from mambacl.deploy.comparison import Amount, Limits, Points, Rate, read_limits
+from mambacl.deploy.rows import as_row
 from mambacl.errors import UserError
 from mambacl.files import disk_error, write_bytes
 from mambacl.options import Must, at_least, build
@@ -205,14 +206,7 @@ def _files(words: Iterable[str]) -> Iterator[Path]:
 
 
 def _json(answers: Answers) -> str:
-    rows: list[dict[str, Any]] = []
-    for file, answer in answers:
-        if isinstance(answer, UserError):
-            rows.append({"file": str(file), "error": str(answer)})
-            continue
-        pairs = zip(answer.classes, answer.probabilities, strict=True)
-        best = [{"class": name, "probability": round(value, 6)} for name, value in pairs]
-        rows.append({"file": str(file), "predictions": best, "unknown": answer.unknown})
+    rows = [as_row(str(file), answer) for file, answer in answers]
     return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
 
 

@@ -11,6 +11,7 @@ from mambacl.config import RunConfig, from_dict
 from mambacl.errors import UserError
 
 SCHEMA = 1
+NO_WEIGHTS = "no pre-trained weights"  # instead of their licence
 OPTIONS = (
     "method", "backbone", "backbone_options", "nullspace", "options", "classifier", "classifier_options", "features",
     "seed", "precision", "fast",

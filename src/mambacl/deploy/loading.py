@@ -14,7 +14,8 @@ from mambacl.backbones import create_model
 from mambacl.backbones.registry import MODELS
 from mambacl.config import RunConfig
 from mambacl.data.transforms import Transforms
-from mambacl.deploy.description import Description
+from mambacl.deploy.description import NO_WEIGHTS, Description
+from mambacl.deploy.hub_files import SCHEME, from_address
 from mambacl.deploy.model_file import read_model
 from mambacl.deploy.predictor import Predictor
 from mambacl.errors import UserError
@@ -31,7 +32,10 @@ from mambacl.training.loop import versions
 
 def load(path: str | Path, device: str = "auto") -> Predictor:
     """The model of a run folder at the end of its latest task, or of a file from `mambacl export`, ready to predict.
-    `device`: auto, cpu, cuda or cuda:N, whatever the run used."""
+    `device`: auto, cpu, cuda or cuda:N, whatever the run used. hf://OWNER/NAME or hf://OWNER/NAME@REVISION is a model
+    on the Hugging Face Hub."""
+    if isinstance(path, str) and path.startswith(SCHEME):
+        path = from_address(path)
     place = expanded(path)
     if not place.exists():
         raise UserError(f"{path} does not exist: give a run folder, or a file from `mambacl export RUN`.")
@@ -102,7 +106,7 @@ def _preprocessing(transforms: Transforms, method: Method) -> list[dict[str, Any
 def _licence(config: RunConfig) -> str:
     """Of the weights that the run started from; "unknown" for a file."""
     if config.pretrained is False:
-        return "no pre-trained weights"
+        return NO_WEIGHTS
     found = MODELS.get(config.backbone).weights.get(str(config.pretrained))
     return found.licence if found is not None and found.licence else "unknown"
 

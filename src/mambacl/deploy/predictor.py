@@ -139,17 +139,17 @@ class Predictor:
 
     def _answered(self, waiting: list[Tensor | UserError], top: int, below: float) -> Iterator[Prediction | UserError]:
         good = [made for made in waiting if isinstance(made, Tensor)]
-        rows: Iterator[tuple[list[float], list[int]]] = iter(())
-        if good:
-            best = self.probabilities(self._normalized(good)).topk(min(top, len(self.classes)), dim=1)
-            rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        found = iter(self.answers(self._normalized(good), top, below) if good else ())
         for made in waiting:
-            if isinstance(made, UserError):
-                yield made
-                continue
-            values, labels = next(rows)
-            names = tuple(self.classes[label] for label in labels)
-            yield Prediction(names, tuple(values), values[0] < below)
+            yield made if isinstance(made, UserError) else next(found)
+
+    def answers(self, inputs: Tensor, top: int = 5, unknown_below: float = 0.0) -> list[Prediction]:
+        """What `predict` says, for inputs (n, 3, size, size) that `transform` made."""
+        best = self.probabilities(inputs).topk(min(top, len(self.classes)), dim=1)
+        return [
+            Prediction(tuple(self.classes[label] for label in labels), tuple(values), values[0] < unknown_below)
+            for values, labels in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
 
     def save(self, path: str | Path) -> None:
         """Writes the model to one safetensors file, which `mambacl.load` reads."""
