@@ -78,7 +78,7 @@ def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False
 
 def ensemble(features: Sequence[Tensor], prototypes: Tensor, weights: Tensor) -> Tensor:
     """Logits (b, classes): the weighted sum of the cosines in each subspace. `features`: one (b, d) per subspace."""
-    logits = torch.zeros(len(features[0]), len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
+    logits = torch.zeros(features[0].shape[0], len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
     for k, feature in enumerate(features):
         logits = logits + weights[:, k] * cosines(feature, prototypes[:, k])
     return logits
