@@ -36,9 +36,7 @@ class PlainRidge(nn.Module):
         super().__init__()
         classifier.scores(torch.zeros(1, classifier.num_features))  # solves, and draws the projection
         self.activation = str(classifier.options.activation)
-        self.dtype = classifier.dtype
-        weights = classifier.weights
-        projection = classifier.projection
+        weights, projection = classifier.weights, classifier.projection
         if projection is not None and self.activation == "fourier":  # all cosines, then all sines
             weights = F.pad(weights, (0, 2 * projection.shape[1] - weights.shape[1]))
             weights = torch.cat((weights[:, 0::2], weights[:, 1::2]), dim=1)
@@ -49,10 +47,11 @@ class PlainRidge(nn.Module):
         self.register_buffer("shift", _shift(classifier.counts))
 
     def forward(self, features: Tensor) -> Tensor:
-        x = (features.to(self.dtype) - self.center) / self.scale
+        x = (features.to(self.center.dtype) - self.center) / self.scale
         if self.projection is not None:
             x = x @ self.projection
-            x = torch.cat((x.cos(), x.sin()), dim=1) if self.activation == "fourier" else ACTIVATIONS[self.activation](x)
+            waves = self.activation == "fourier"
+            x = torch.cat((x.cos(), x.sin()), dim=1) if waves else ACTIVATIONS[self.activation](x)
         return (x @ self.weights).to(features.dtype) + self.shift
 
 
