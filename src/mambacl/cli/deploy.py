@@ -205,8 +205,8 @@ def _ship(
         return
     print(f"{' and '.join(done.files)}: {done.bytes / 1e6:.1f} MB, {done.classes} classes")
     print(
-        f"Compared in {done.runtime} on {done.images} images ({done.source}): scores differ by {done.difference:.2g} at "
-        f"most (rounding allows {done.allowed:.2g}), {done.same_answers} of {done.images} answers are the same."
+        f"Compared in {done.runtime} on {done.images} images ({done.source}): scores differ by at most "
+        f"{done.difference:.2g} (rounding allows {done.allowed:.2g}), {done.same_answers} answers are the same."
     )
     print(
         f"Images per second on this CPU, {done.batch} per batch: {done.images_per_second:.0f} in {done.runtime}, "

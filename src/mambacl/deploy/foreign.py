@@ -53,11 +53,17 @@ class Format:
 def _onnx_bytes(program: Program, text: Mapping[str, str]) -> bytes:
     from mambacl.deploy.onnx_graph import onnx_model
 
-    size = sum(tensor.nbytes for tensor in (*program.state_dict.values(), *program.constants.values())
-               if isinstance(tensor, Tensor))  # fmt: skip
+    tensors = (*program.state_dict.values(), *program.constants.values())
+    size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
     if size > LARGEST_ONNX:
-        raise UserError(f"The model has {size / 1e9:.1f} GB, but an ONNX file holds at most 2: export it with --to pt2.")
-    model = onnx_model(program)
+        raise UserError(f"The model has {size / 1e9:.1f} GB, but an ONNX file holds at most 2 GB: use --to pt2.")
+    try:
+        model = onnx_model(program)
+    except torch.onnx.OnnxExporterError as error:
+        causes = str(error).strip().splitlines()
+        raise UserError(
+            f"PyTorch cannot translate an operator of this model to ONNX ({causes[-1]}): export it with --to pt2."
+        ) from error
     for name, value in text.items():
         model.metadata_props.add(key=name, value=value)
     return model.SerializeToString()

@@ -29,6 +29,7 @@ class Traced(nn.Module):
 class PlainRidge(nn.Module):
     center: Tensor
     scale: Tensor
+    projection: Tensor | None
     weights: Tensor
     shift: Tensor
 

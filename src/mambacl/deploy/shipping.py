@@ -89,8 +89,8 @@ def ship(
             difference, allowed, same = compared(predictor, module, answer, given)
             if not difference <= allowed:  # also NaN
                 raise UserError(
-                    f"In {kind.runtime}, the scores of {len(images)} images differ from ours by up to {difference:.3g}, "
-                    f"more than rounding explains ({allowed:.3g}): nothing was written. Please report this."
+                    f"In {kind.runtime}, the scores of {len(images)} images differ from ours by {difference:.3g}, more "
+                    f"than rounding explains ({allowed:.3g}): nothing was written. Please report this."
                 )
             speed = per_second(lambda: answer(theirs), batch)
             size = sum(file.stat().st_size for file in kind.files(written))
@@ -134,8 +134,9 @@ def _flush(path: Path) -> None:
 def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
     """The metadata of the file. Each value is JSON, except `licence`."""
     size, classifier = predictor.transforms.size, predictor.method.classifier
+    raw, normalised = f"uint8 (n, {size}, {size}, 3), RGB", f"float32 (n, 3, {size}, {size}), normalised"
     about = {
-        "input": f"uint8 (n, {size}, {size}, 3), RGB" if preprocessing else f"float32 (n, 3, {size}, {size}), normalised",
+        "input": raw if preprocessing else normalised,
         "output": "scores (n, classes); the highest is the answer",
         "scores": "estimates of the probabilities" if classifier.estimates_probabilities else "logits",
         "views": len(predictor.method.views(torch.empty(1, 3, 1, 1))),
