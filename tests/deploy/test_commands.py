@@ -139,7 +139,7 @@ def test_mistakes_get_one_sentence(run: str, photos: Path, capsys: pytest.Captur
         (["predict", run, image, "--top", "0"], "at least 1"),
         (["predict", run, image, "--unknown-below", "2"], "between 0 and 1"),
         (["predict", run, image, "--out", str(tmp_path / "no" / "a.csv")], "does not exist: create it"),
-        (["export", run, "--to", "onnx"], "safetensors"),
+        (["export", run, "--to", "tflite"], "safetensors"),
         (["export", image], "only a run can be exported"),
         (["export", run, "--out", str(tmp_path / "model.onnx")], "end in .safetensors"),
     ):
