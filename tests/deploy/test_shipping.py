@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 import torch
 from cli_help import fails
 from data_help import fewer_test_images, write_images
-from shipping_help import BACKBONES, SIZE, pictures, predictor
+from PIL import Image
+from shipping_help import BACKBONES, pictures, predictor
 from small_run import CONFIG
 from tolerance import assert_near
 
@@ -22,7 +25,6 @@ from mambacl.classifiers import CLASSIFIERS
 from mambacl.cli import main
 from mambacl.deploy import foreign, shipping
 from mambacl.deploy.graph import Scores, exported, in_float64
-from mambacl.deploy.onnx_graph import onnx_model
 from mambacl.deploy.plain_classifiers import plain_classifier
 from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.shipping import Shipped, ship
@@ -54,6 +56,11 @@ np.savez(sys.argv[4], **{f"of_{n}": np.concatenate([run(images[i:i + n]) for i i
 """
 
 
+@pytest.fixture(autouse=True)
+def few_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "MOST", shipping.FEWEST)
+
+
 def needs(to: str) -> None:
     for module in foreign.FORMATS[to].modules:
         pytest.importorskip(module)
@@ -67,9 +74,11 @@ def elsewhere(path: str, to: str, images: np.ndarray, folder: Path) -> dict[str,
     return {name: torch.from_numpy(scores) for name, scores in np.load(folder / "out.npz").items()}
 
 
-def shipped(model: Predictor, folder: Path, to: str, **options: Any) -> Shipped:
+def shipped(
+    model: Predictor, folder: Path, to: str, images: list[torch.Tensor] | None = None, **options: Any
+) -> Shipped:
     path = folder / f"model{foreign.FORMATS[to].suffix}"
-    return ship(model, path, to, pictures(8), "random", batch=2, **options)
+    return ship(model, path, to, images or pictures(8), "random", batch=2, **options)
 
 
 def check(model: Predictor, folder: Path, to: str, preprocessing: bool = False) -> Shipped:
@@ -144,12 +153,31 @@ def test_pt2_of_each_family(family: str, tmp_path: Path) -> None:
     check(predictor(family, method="frozen"), tmp_path, "pt2")
 
 
+@pytest.mark.slow
 def test_pt2_of_ridge_and_its_metadata(tmp_path: Path) -> None:
     model = predictor("defocus", **RIDGE)
     done = check(model, tmp_path, "pt2", preprocessing=True)
     text = {foreign.PT2_TEXT: ""}
     torch.export.load(done.files[0], extra_files=text)
     assert_described(json.loads(text[foreign.PT2_TEXT]), model)
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_the_code_of_the_page_runs_without_mambacl(run: Path, tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "deploy.md"
+    codes = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    model = mambacl.load(run, "cpu")
+    write_images([tmp_path / "photo.png"], sizes=((40, 30),))
+    (tmp_path / "photo.png").rename(tmp_path / "photo.jpg")  # Pillow looks at the content
+    image = Image.open(tmp_path / "photo.jpg").resize((16, 16), Image.Resampling.BILINEAR)
+    for to in ("onnx", "openvino"):
+        needs(to)
+        shipped(model, tmp_path, to, preprocessing=True, images=shipping.run_images(run, model))
+        [code] = [code for code in codes if f"import {foreign.FORMATS[to].runtime.lower()}\n" in code]
+        command = [sys.executable, "-c", "import sys; sys.modules['mambacl'] = None\n" + code]
+        done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.strip() == model.predict(image)[0].name
 
 
 # Parts
@@ -261,7 +289,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.export, "save", refuse)
-        with pytest.raises(UserError, match="could not be written as pt2 .*check the free space"):
+        with pytest.raises(UserError, match=r"could not be written as pt2 .*check the free space"):
             shipped(model, tmp_path, "pt2")
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"] and path.read_bytes().endswith(b"yesterday")
 
@@ -296,7 +324,6 @@ def test_an_operator_without_a_translation_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(foreign, "LARGEST_ONNX", -1)
     with pytest.raises(UserError, match="at most 2 GB: use --to pt2"):
         foreign._onnx_bytes(program, {})
-    assert callable(onnx_model)
 
 
 # The command
@@ -310,6 +337,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_command_states_speeds_and_takes_files(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,12 +374,12 @@ def test_mistakes_of_an_export(run: Path, tmp_path: Path, capsys: pytest.Capture
         ([*pt2, str(tmp_path / "a.pt2"), "--images", str(tmp_path / "empty")], "no folder with images"),
     ):
         assert sentence in fails(capsys, *words), words
-    assert SIZE and not (tmp_path / "a.pt2").exists()
+    assert not (tmp_path / "a.pt2").exists()
 
 
 def test_a_run_whose_data_are_gone_asks_for_images(run: Path) -> None:
     copy = run.parent / "moved"
-    subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
+    shutil.copytree(run, copy)
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("dataset: fashion-mnist-small", "dataset: gone"))
     with pytest.raises(UserError, match=r"cannot be read .*--images FOLDER"):
