@@ -18,13 +18,14 @@ from data_help import fewer_test_images, write_images
 from PIL import Image
 from shipping_help import BACKBONES, pictures, predictor
 from small_run import CONFIG
-from tolerance import assert_near
+from tolerance import assert_near, rounding
 
 import mambacl
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.cli import main
 from mambacl.deploy import foreign, shipping
 from mambacl.deploy.graph import Scores, exported, in_float64
+from mambacl.deploy.onnx_graph import softplus
 from mambacl.deploy.plain_classifiers import plain_classifier
 from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.shipping import Shipped, ship
@@ -170,7 +171,8 @@ def test_the_code_of_the_page_runs_without_mambacl(run: Path, tmp_path: Path) ->
     model = mambacl.load(run, "cpu")
     write_images([tmp_path / "photo.png"], sizes=((40, 30),))
     (tmp_path / "photo.png").rename(tmp_path / "photo.jpg")  # Pillow looks at the content
-    image = Image.open(tmp_path / "photo.jpg").resize((16, 16), Image.Resampling.BILINEAR)
+    mode = Image.Resampling[model.description.preprocessing[0]["interpolation"].upper()]
+    image = Image.open(tmp_path / "photo.jpg").resize((16, 16), mode)
     for to in ("onnx", "openvino"):
         needs(to)
         shipped(model, tmp_path, to, preprocessing=True, images=shipping.run_images(run, model))
@@ -234,6 +236,12 @@ def test_plain_classifiers_have_the_same_scores(name: str, options: dict[str, An
     weights = [tensor.abs().max() for tensor in plain_classifier(classifier).state_dict().values() if tensor.dim() == 2]
     size = max(expected[finite].abs().max().item(), *(float(w) for w in weights if w.isfinite()), 1.0)
     assert_near(found[finite], expected[finite], 64, name, size)
+
+
+def test_softplus_has_a_small_relative_error() -> None:
+    x = torch.linspace(-40, 40, 1001)
+    relative = (softplus(x).double() / torch.nn.functional.softplus(x.double(), threshold=100) - 1).abs().max().item()
+    assert relative < rounding(4)
 
 
 def test_scores_in_float64_leave_the_model_unchanged() -> None:

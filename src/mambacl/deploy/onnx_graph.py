@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mambacl.ops.scan_traced import LOOP
 
@@ -27,6 +28,7 @@ def onnx_model(program: torch.export.ExportedProgram) -> Any:
     """A `ModelProto` with the input `images` and the output `scores`, both with a dynamic batch."""
     import onnx
 
+    program = program.run_decompositions({torch.ops.aten.softplus.default: softplus})
     with _quiet():
         made = torch.onnx.export(
             program,
@@ -41,6 +43,18 @@ def onnx_model(program: torch.export.ExportedProgram) -> Any:
     _insert_loops(model)
     onnx.checker.check_model(model)
     return model
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """log(1 + exp(x)) with a small relative error also for very negative x, where OpenVINO's operator has one of 1e-4:
+    the scan's steps delta are such values. log(1 + e) = 2 artanh(z) with z = e / (2 + e) <= 1/3, as a series."""
+    x = x * beta
+    e = torch.exp(-x.abs())
+    z = e / (2 + e)
+    w, series = z * z, torch.full_like(z, 1 / 17)
+    for odd in range(15, 0, -2):
+        series = series * w + 1 / odd
+    return (x.relu() + 2 * z * series) / beta
 
 
 @contextlib.contextmanager
