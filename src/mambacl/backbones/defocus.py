@@ -226,7 +226,7 @@ class DefocusMamba(Backbone):
         if self.pos_embed is not None:
             x = x + self.pos_embed
         if self.cls_token is not None:
-            x = torch.cat((x, self.cls_token.expand(len(x), -1, -1).to(x.dtype)), dim=1)
+            x = torch.cat((x, self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype)), dim=1)
         return x
 
     def run_depth(self, index: int, x: Tensor) -> Tensor:

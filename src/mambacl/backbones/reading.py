@@ -91,7 +91,7 @@ def pooled(prefix: Tensor | None, image: Tensor, pool: Sequence[str] = ("class",
     over a map (b, h, w, c); "quadrants", its means over the upper left, upper right, lower left and lower right."""
     dtype = torch.promote_types(image.dtype, torch.float32)
     made: dict[str, Callable[[], Tensor]] = {
-        "class": lambda: image.new_empty(len(image), 0) if prefix is None else prefix.flatten(1),
+        "class": lambda: image.new_empty(image.shape[0], 0) if prefix is None else prefix.flatten(1),
         "mean": lambda: image.mean((1, 2), dtype=dtype),
         "std": lambda: image.to(dtype).var((1, 2), correction=0).sqrt(),
         "quadrants": lambda: F.adaptive_avg_pool2d(image.to(dtype).movedim(3, 1), 2).movedim(1, 3).flatten(1),

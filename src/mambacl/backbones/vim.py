@@ -280,7 +280,7 @@ class Vim(Backbone):
 def with_middle(rows: Tensor, middle: Tensor) -> Tensor:
     """Inserts a row (1, 1, c) into rows (b, l, c), before index l // 2."""
     half = rows.shape[1] // 2
-    return torch.cat((rows[:, :half], middle.expand(len(rows), -1, -1), rows[:, half:]), dim=1)
+    return torch.cat((rows[:, :half], middle.expand(rows.shape[0], -1, -1), rows[:, half:]), dim=1)
 
 
 def resized_positions(positions: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:

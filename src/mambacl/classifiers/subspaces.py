@@ -70,15 +70,15 @@ def with_stand_ins(prototypes: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def weights_of_subspaces(widths: Sequence[int], alpha: float, mean: bool = False) -> Tensor:
     """(classes, subspaces): 1 for a class's own subspace and alpha for each other one; with `mean`, alpha in total for
     all others."""
-    tasks = len(widths)
-    other = alpha / max(1, tasks - 1) if mean else alpha
-    by_task = torch.full((tasks, tasks), other).fill_diagonal_(1.0)
-    return by_task.repeat_interleave(torch.tensor(widths), dim=0)
+    tasks = range(len(widths))
+    other = alpha / max(1, len(tasks) - 1) if mean else alpha
+    rows = [[1.0 if space == task else other for space in tasks] for task in tasks]
+    return torch.tensor([rows[task] for task in tasks for _ in range(widths[task])])
 
 
 def ensemble(features: Sequence[Tensor], prototypes: Tensor, weights: Tensor) -> Tensor:
     """Logits (b, classes): the weighted sum of the cosines in each subspace. `features`: one (b, d) per subspace."""
-    logits = torch.zeros(len(features[0]), len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
+    logits = torch.zeros(features[0].shape[0], len(prototypes), dtype=prototypes.dtype, device=prototypes.device)
     for k, feature in enumerate(features):
         logits = logits + weights[:, k] * cosines(feature, prototypes[:, k])
     return logits

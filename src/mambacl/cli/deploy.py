@@ -150,25 +150,75 @@ def chosen_limits(given: Mapping[str, Any], file: Path | None) -> Limits:
 
 
 def export(
-    run: Annotated[Path, "a run folder"],
+    run: Model,
     *,
-    to: Annotated[Literal["safetensors"], "format of the file"] = "safetensors",
+    to: Annotated[Literal["safetensors", "onnx", "openvino", "pt2"], "format of the file"] = "safetensors",
     out: Annotated[Path | None, "file to write; default: the run's name in this folder"] = None,
+    preprocessing: Annotated[bool, "take uint8 images; the model normalises them (not for safetensors)"] = False,
+    images: Annotated[Path | None, "images to compare on; default: test images of the run"] = None,
+    batch_size: Annotated[int, "images per batch when the speed is measured", at_least(1)] = 32,
+    json_: Annotated[bool, "print JSON"] = False,
 ) -> None:
-    """write a run's model to one file, to predict with: `mambacl export RUN --out model.safetensors`
+    """write a model to a file, to predict with: `mambacl export RUN --to onnx --out model.onnx`
 
-    The file holds weights, classifier, class names and preprocessing, but nothing that only training needs.
-    `mambacl predict` and `mambacl.load` read it."""
+    safetensors, which `mambacl predict` and `mambacl.load` read, takes a run. The other formats run without mambacl;
+    they are written only if their scores of real images are the same, and their speed is printed beside ours."""
     _check_model(run)
-    if run.is_file():
-        raise UserError(f"{run} is a file, and only a run can be exported: give a run folder.")
-    path = out or Path(f"{run.resolve().name}.{to}")
+    if to == "safetensors":
+        if preprocessing or images is not None:
+            raise UserError("--preprocessing and --images need another format: add --to onnx, openvino or pt2.")
+        if run.is_file():
+            raise UserError(f"{run} is a file, and only a run can be exported to safetensors: give a run folder.")
+        _export_safetensors(run, out or Path(f"{run.resolve().name}.{to}"), json_)
+    else:
+        _ship(run, to, out, preprocessing, images, batch_size, json_)
+
+
+def _export_safetensors(run: Path, path: Path, as_json: bool) -> None:
     with status("loading the model"):
         from mambacl.deploy import load
 
         model = load(run, "cpu")
     model.save(path)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(model.classes)} classes")
+    size = path.stat().st_size
+    if as_json:
+        print(json.dumps({"files": [str(path)], "format": "safetensors", "bytes": size, "classes": len(model.classes)}))
+    else:
+        print(f"{path}: {size / 1e6:.1f} MB, {len(model.classes)} classes")
+
+
+def _ship(
+    run: Path, to: str, out: Path | None, preprocessing: bool, folder: Path | None, batch: int, as_json: bool
+) -> None:
+    if run.is_file() and folder is None:
+        raise UserError(f"{run} is a file without images: name some to compare on with --images FOLDER.")
+    with status("loading the model"):
+        from mambacl.deploy import load
+        from mambacl.deploy.foreign import FORMATS
+        from mambacl.deploy.shipping import checked, folder_images, run_images, ship
+
+        name = run.stem if run.is_file() else run.resolve().name
+        path = out or Path(f"{name}{FORMATS[to].suffix}")
+        checked(to, path)
+        model = load(run, "cpu")
+        images = run_images(run, model) if folder is None else folder_images(folder, model)
+    source = "test images of the run" if folder is None else str(folder)
+    with status(f"exporting to {to}, which can take a minute"):
+        done = ship(model, path, to, images, source, preprocessing=preprocessing, batch=batch)
+    if as_json:
+        print(json.dumps(done.as_dict(), ensure_ascii=False, indent=1))
+        return
+    print(f"{' and '.join(done.files)}: {done.bytes / 1e6:.1f} MB, {done.classes} classes")
+    print(
+        f"Compared in {done.runtime} on {done.images} images ({done.source}): scores differ by at most "
+        f"{done.difference:.2g} (rounding allows {done.allowed:.2g}), {done.same_answers} answers are the same."
+    )
+    print(
+        f"Images per second on this CPU, {done.batch} per batch: {done.images_per_second:.0f} in {done.runtime}, "
+        f"{done.our_images_per_second:.0f} in mambacl."
+    )
+    if model.description.config.precision == "bf16":
+        print("The run used bf16; the exported model computes in float32.")
 
 
 def _write(path: Path, text: str) -> None:

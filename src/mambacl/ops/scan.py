@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.errors import UserError
-from mambacl.ops import cpu, scan_triton, switch
+from mambacl.ops import cpu, scan_traced, scan_triton, switch
 from mambacl.ops.linear import is_plain
 from mambacl.ops.precision import full_precision
 from mambacl.ops.scan_operator import differentiable_scan
@@ -131,6 +131,8 @@ def _scan_by(
     if backend == "reference":
         y, last = selective_scan_reference(x.mT, delta.mT, A, B.permute(0, 2, 3, 1), C.permute(0, 2, 3, 1))
         y = y.mT
+    elif backend == scan_traced.BACKEND:
+        y, last = scan_traced.scan(x, delta, A, B, C)
     else:
         none = (None, None, None, None)
         y, last, _, _ = differentiable_scan(x, delta, A, B, C, *none, False, False, "forward", 1, dtype, backend)
@@ -138,6 +140,8 @@ def _scan_by(
     y = y if D is None else torch.addcmul(y, D, u)
     y = y if z is None else y * F.silu(z)
     y = y.to(out_dtype)
+    if backend == scan_traced.BACKEND:
+        return y, last
     return (y.mT.contiguous().mT if _time_last(given) else y.contiguous()), last
 
 
@@ -185,6 +189,8 @@ def chosen_backend(
 ) -> str:
     """The backend for these inputs, computed in `dtype`: the caller's choice, then the environment's, then the fastest
     that supports them. B (b, l, g, n), if known, decides which is faster on a CPU."""
+    if scan_traced.active():
+        return scan_traced.BACKEND
     states = A.shape[1]
     on_gpu = dtype == torch.float32 and states <= scan_triton.MOST_STATES
     on_cpu = cpu.supports(u, dtype, states)

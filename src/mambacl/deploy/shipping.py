@@ -1,0 +1,216 @@
+"""Writes a model for another runtime, after comparing what it answers there with what it answers here."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mambacl.data.sets.folders import images_under
+from mambacl.data.stream import open_data
+from mambacl.deploy.foreign import FORMATS, MARK, Answer, Format
+from mambacl.deploy.graph import Scores, exported, in_float64
+from mambacl.deploy.inputs import pixels
+from mambacl.deploy.predictor import Predictor
+from mambacl.errors import UserError
+from mambacl.files import disk_error, expanded
+from mambacl.training.api import arithmetic
+from mambacl.training.folder import RunFolder
+
+COMPARED = 64  # images
+SIZES = (1, 3)  # of the first batches; the rest is one batch
+MARGIN = 8  # for the largest of many rounding errors
+ELEMENTARY = 4  # units in the last place that a runtime's exp or cos may be off
+WARM_UP, FEWEST, MOST = 2, 3, 15  # calls
+SECONDS = 2.0  # after which no further call is timed
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What was written, how far its answers are from ours, and how fast it is."""
+
+    files: tuple[str, ...]
+    format: str
+    runtime: str
+    bytes: int
+    classes: int
+    preprocessing: bool
+    images: int
+    """compared"""
+    source: str
+    """of these images"""
+    difference: float
+    """the largest one between its scores and ours in float64"""
+    allowed: float
+    same_answers: int
+    """images whose best class is the same"""
+    batch: int
+    images_per_second: float
+    our_images_per_second: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ship(
+    predictor: Predictor,
+    path: Path,
+    to: str,
+    images: list[Tensor],
+    source: str,
+    *,
+    preprocessing: bool = False,
+    batch: int = 32,
+) -> Shipped:
+    """Writes the model to `path`, unless its scores of `images`, uint8 (3, size, size), differ from ours by more than
+    rounding. The files get their names only after that."""
+    kind = checked(to, path)
+    module = Scores(predictor, preprocessing)
+    given = torch.stack(images)
+    program = exported(module, kind.form)
+    text = described(predictor, preprocessing)
+    many = given.repeat(-(-batch // len(given)), 1, 1, 1)[:batch]
+    theirs, ours = module.inputs(many), predictor.transforms.normalize(many)
+    our_speed = per_second(lambda: predictor.scores(ours), batch)  # before other threads wait for work
+    try:
+        with tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            _write(kind, program, written, text)
+            answer = kind.open(written)
+            difference, allowed, same = compared(predictor, module, answer, given)
+            if not difference <= allowed:  # also NaN
+                raise UserError(
+                    f"In {kind.runtime}, the scores of {len(images)} images differ from ours by {difference:.3g}, more "
+                    f"than rounding explains ({allowed:.3g}): nothing was written. Please report this."
+                )
+            speed = per_second(lambda: answer(theirs), batch)
+            size = sum(file.stat().st_size for file in kind.files(written))
+            for file, target in zip(kind.files(written), kind.files(path), strict=True):
+                _flush(file)
+                os.replace(file, target)
+    except OSError as error:
+        raise disk_error(error, path) from None
+    return Shipped(
+        tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(images),
+        source, difference, allowed, same, batch, speed, our_speed,
+    )  # fmt: skip
+
+
+def checked(to: str, path: Path) -> Format:
+    """The format, after all that can be refused before any work."""
+    kind = FORMATS[to]
+    kind.check_installed()
+    if path.suffix != kind.suffix:
+        raise UserError(f"A file for {to} must end in {kind.suffix}, got {path}.")
+    if not path.parent.is_dir():
+        raise UserError(f"The folder {path.parent} for {path.name} does not exist: create it, or choose another.")
+    if path.is_dir() or (path.is_file() and MARK.encode() not in path.read_bytes()):
+        raise UserError(f"{path} exists and is not an exported model: choose another name.")
+    return kind
+
+
+def _write(kind: Format, program: Any, path: Path, text: dict[str, str]) -> None:
+    try:
+        kind.write(program, path, text)
+    except RuntimeError as error:  # what PyTorch and OpenVINO raise if a disk is full
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"The model could not be written as {kind.name} ({reason}): check the free space.") from error
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
+    """The metadata of the file. Each value is JSON, except `licence`."""
+    size, classifier = predictor.transforms.size, predictor.method.classifier
+    raw, normalised = f"uint8 (n, {size}, {size}, 3), RGB", f"float32 (n, 3, {size}, {size}), normalised"
+    about = {
+        "input": raw if preprocessing else normalised,
+        "output": "scores (n, classes); the highest is the answer",
+        "scores": "estimates of the probabilities" if classifier.estimates_probabilities else "logits",
+        "views": len(predictor.method.views(torch.empty(1, 3, 1, 1))),
+        "preprocessing_inside": preprocessing,
+    }
+    text = predictor.description.as_text()
+    kept = {name: text[name] for name in ("classes", "preprocessing", "card", "licence")}
+    return {**kept, MARK: json.dumps(about)}
+
+
+# Comparison
+
+
+def run_images(run: Path, predictor: Predictor) -> list[Tensor]:
+    """Test images of a run, spread evenly over its data."""
+    stream = RunFolder.existing(run).config().stream
+    try:
+        if stream.root is not None and not Path(stream.root).exists():
+            raise UserError(f"{stream.root} does not exist.")
+        data = open_data(stream).test
+        chosen = torch.linspace(0, len(data.labels) - 1, min(COMPARED, len(data.labels))).long().tolist()
+        return [predictor.transforms.evaluate(data.image(index)) for index in chosen]
+    except UserError as error:
+        reason = str(error).rstrip(".")
+        raise UserError(
+            f"The images of {run}, on which the export is checked, cannot be read ({reason}): give some others with "
+            "--images FOLDER."
+        ) from None
+
+
+def folder_images(folder: Path, predictor: Predictor) -> list[Tensor]:
+    """Images of a folder and those below it, spread evenly."""
+    place = expanded(folder)
+    files = images_under(place) if place.is_dir() else []
+    if not files:
+        raise UserError(f"{folder} is no folder with images: --images takes a folder with some of the model's kind.")
+    chosen = torch.linspace(0, len(files) - 1, min(COMPARED, len(files))).long().tolist()
+    return [predictor.transforms.evaluate(pixels(files[index])) for index in chosen]
+
+
+@torch.no_grad()
+def compared(predictor: Predictor, module: Scores, answer: Answer, images: Tensor) -> tuple[float, float, int]:
+    """The largest difference of an answer from ours in float64, the largest that rounding explains, and the number of
+    images with the same best class.
+
+    Rounding explains as much as our own float32 scores are off, with a margin, or the rounding error of a sum with the
+    terms of all layers.
+    """
+    with in_float64(module):
+        exact = module(module.inputs(images))
+    with arithmetic(predictor.description.config):
+        own = predictor.method.answer(predictor.transforms.normalize(images))
+    own = own.unflatten(1, (-1, len(predictor.classes))).amax(1)
+    sizes = [size for size in SIZES if size < len(images)]
+    parts = images.split([*sizes, len(images) - sum(sizes)]) if sum(sizes) < len(images) else images.split(1)
+    theirs = torch.cat([answer(module.inputs(part)) for part in parts])
+    finite = exact.isfinite()
+    if theirs.shape != exact.shape or not torch.equal(theirs.isfinite(), finite) or not finite.any():
+        return float("nan"), 0.0, 0
+    error, own_error = ((scores.double() - exact)[finite].abs().max().item() for scores in (theirs, own))
+    unit = torch.finfo(torch.float32).eps / 2
+    by_terms = MARGIN * unit * module.terms() ** 0.5 * exact[finite].abs().max().item()
+    allowed = max(MARGIN * ELEMENTARY * own_error, by_terms)
+    return error, allowed, int((theirs.argmax(1) == own.argmax(1)).sum())
+
+
+def per_second(call: Callable[[], object], batch: int) -> float:
+    """Images per second, from the median of some calls."""
+    for _ in range(WARM_UP):
+        call()
+    times: list[float] = []
+    started = time.perf_counter()
+    while len(times) < FEWEST or (len(times) < MOST and time.perf_counter() - started < SECONDS):
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+    return batch / statistics.median(times)

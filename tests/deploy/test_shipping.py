@@ -1,0 +1,394 @@
+"""Export to ONNX, OpenVINO and pt2: the same scores in a process that does not have mambacl."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_help import fails
+from data_help import fewer_test_images, write_images
+from PIL import Image
+from shipping_help import BACKBONES, pictures, predictor
+from small_run import CONFIG
+from tolerance import assert_near, rounding
+
+import mambacl
+from mambacl.classifiers import CLASSIFIERS
+from mambacl.cli import main
+from mambacl.deploy import foreign, shipping
+from mambacl.deploy.graph import Scores, exported, in_float64
+from mambacl.deploy.onnx_graph import softplus
+from mambacl.deploy.plain_classifiers import plain_classifier
+from mambacl.deploy.predictor import Predictor
+from mambacl.deploy.shipping import Shipped, ship
+from mambacl.errors import UserError
+from mambacl.ops import scan_tokens
+from mambacl.ops.scan_traced import traced
+
+RIDGE: dict[str, Any] = {
+    "method": "analytic", "features": {"mirror": "both"}, "classifier_options": {"width": 63},
+}  # fmt: skip
+WITHOUT_MAMBACL = """
+import sys
+sys.modules["mambacl"] = None  # an import fails
+import numpy as np
+images, path, to = np.load(sys.argv[1]), sys.argv[2], sys.argv[3]
+if to == "onnx":
+    import onnxruntime
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    run = lambda x: session.run(None, {"images": x})[0]
+elif to == "openvino":
+    import openvino
+    model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    run = lambda x: model(x)[0].copy()
+else:
+    import torch
+    program = torch.export.load(path).module()
+    run = lambda x: program(torch.from_numpy(x)).detach().numpy()
+np.savez(sys.argv[4], **{f"of_{n}": np.concatenate([run(images[i:i + n]) for i in range(0, 8, n)]) for n in (1, 3, 8)})
+"""
+
+
+@pytest.fixture(autouse=True)
+def few_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "MOST", shipping.FEWEST)
+
+
+def needs(to: str) -> None:
+    for module in foreign.FORMATS[to].modules:
+        pytest.importorskip(module)
+
+
+def elsewhere(path: str, to: str, images: np.ndarray, folder: Path) -> dict[str, torch.Tensor]:
+    """Scores of eight images in batches of 1, 3 and 8, from a process that cannot import mambacl."""
+    np.save(folder / "images.npy", images)
+    command = [sys.executable, "-c", WITHOUT_MAMBACL, *(str(folder / "images.npy"), path, to, str(folder / "out.npz"))]
+    subprocess.run(command, check=True, cwd=folder)
+    return {name: torch.from_numpy(scores) for name, scores in np.load(folder / "out.npz").items()}
+
+
+def shipped(
+    model: Predictor, folder: Path, to: str, images: list[torch.Tensor] | None = None, **options: Any
+) -> Shipped:
+    path = folder / f"model{foreign.FORMATS[to].suffix}"
+    return ship(model, path, to, images or pictures(8), "random", batch=2, **options)
+
+
+def check(model: Predictor, folder: Path, to: str, preprocessing: bool = False) -> Shipped:
+    """Ships a model and compares what it answers elsewhere, at three batch sizes."""
+    done = shipped(model, folder, to, preprocessing=preprocessing)
+    given = torch.stack(pictures(8, seed=5))
+    images = given.permute(0, 2, 3, 1).contiguous() if preprocessing else model.transforms.normalize(given)
+    expected = model.scores(model.transforms.normalize(given))
+    found = elsewhere(done.files[-1], to, images.numpy(), folder)
+    terms = Scores(model, preprocessing).terms()
+    size = expected[expected.isfinite()].abs().max().item()
+    for name, scores in found.items():
+        assert_near(scores, expected, terms, name, size)
+    assert done.same_answers == done.images == 8 and 0 <= done.difference <= done.allowed < 1e-3 * size
+    assert done.images_per_second > 0 and done.our_images_per_second > 0 and done.source == "random"
+    assert done.bytes == sum(Path(file).stat().st_size for file in done.files)
+    assert not [file for file in folder.iterdir() if file.name.startswith(".")]
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("family", BACKBONES)
+def test_onnx_of_each_family(family: str, tmp_path: Path) -> None:
+    needs("onnx")
+    check(predictor(family, method="frozen"), tmp_path, "onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_onnx_of_ridge_with_depths_mirror_and_preprocessing(tmp_path: Path) -> None:
+    needs("onnx")
+    import onnx
+
+    model = predictor("vim", **RIDGE)
+    assert len(model.method.reader.indices) == 2 and len(model.method.views(torch.zeros(1, 3, 2, 2))) == 2
+    done = check(model, tmp_path, "onnx", preprocessing=True)
+    stored = onnx.load(done.files[0])
+    text = {entry.key: entry.value for entry in stored.metadata_props}
+    assert_described(text, model)
+    assert json.loads(text["mambacl.export"])["views"] == 2
+    assert {node.op_type for node in stored.graph.node} >= {"Scan", "Cos", "Sin"}
+    assert {opset.domain for opset in stored.opset_import} == {""}
+    assert stored.graph.input[0].type.tensor_type.shape.dim[0].dim_param  # dynamic
+
+
+def assert_described(text: dict[str, str], model: Predictor) -> None:
+    assert json.loads(text["classes"]) == model.classes and json.loads(text["card"]) == model.description.card
+    assert json.loads(text["preprocessing"]) == model.description.preprocessing and text["licence"] == "MIT"
+    about = json.loads(text["mambacl.export"])
+    assert about["input"].startswith("uint8 (n, 32, 32, 3)") and about["scores"] == "estimates of the probabilities"
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("family", ["defocus", "mambavision"])
+def test_openvino(family: str, tmp_path: Path) -> None:
+    needs("openvino")
+    import openvino
+
+    model = predictor(family, **RIDGE)
+    done = check(model, tmp_path, "openvino", preprocessing=True)
+    assert [Path(file).suffix for file in done.files] == [".bin", ".xml"]
+    stored = openvino.Core().read_model(done.files[1])
+    text = {name: stored.get_rt_info(["mambacl", name]).astype(str) for name in shipping.described(model, True)}
+    assert_described(text, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BACKBONES)
+def test_pt2_of_each_family(family: str, tmp_path: Path) -> None:
+    check(predictor(family, method="frozen"), tmp_path, "pt2")
+
+
+@pytest.mark.slow
+def test_pt2_of_ridge_and_its_metadata(tmp_path: Path) -> None:
+    model = predictor("defocus", **RIDGE)
+    done = check(model, tmp_path, "pt2", preprocessing=True)
+    text = {foreign.PT2_TEXT: ""}
+    torch.export.load(done.files[0], extra_files=text)
+    assert_described(json.loads(text[foreign.PT2_TEXT]), model)
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_the_code_of_the_page_runs_without_mambacl(run: Path, tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "deploy.md"
+    codes = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    model = mambacl.load(run, "cpu")
+    write_images([tmp_path / "photo.png"], sizes=((40, 30),))
+    (tmp_path / "photo.png").rename(tmp_path / "photo.jpg")  # Pillow looks at the content
+    mode = Image.Resampling[model.description.preprocessing[0]["interpolation"].upper()]
+    image = Image.open(tmp_path / "photo.jpg").resize((16, 16), mode)
+    for to in ("onnx", "openvino"):
+        needs(to)
+        shipped(model, tmp_path, to, preprocessing=True, images=shipping.run_images(run, model))
+        [code] = [code for code in codes if f"import {foreign.FORMATS[to].runtime.lower()}\n" in code]
+        command = [sys.executable, "-c", "import sys; sys.modules['mambacl'] = None\n" + code]
+        done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.strip() == model.predict(image)[0].name
+
+
+# Parts
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("length", [1, 2, 10, 17])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_traced_scans_agree_with_the_scan(groups: int, length: int, reverse: bool) -> None:
+    draw = torch.Generator().manual_seed(length)
+    u, delta = torch.randn(2, 3, length, 8, generator=draw, dtype=torch.float64)
+    B, C = torch.randn(2, 3, length, groups, 4, generator=draw, dtype=torch.float64)
+    A, D = torch.rand(8, 4, generator=draw, dtype=torch.float64), torch.rand(8, generator=draw, dtype=torch.float64)
+    options: Any = {"log_A": True, "softplus": True, "reverse": reverse, "D": D, "z": delta, "bias": D}
+    expected = scan_tokens(u, delta, A, B, C, "reference", **options)
+    for form in ("unrolled", "chunked"):
+        with traced(form):
+            for found, wanted in zip(scan_tokens(u, delta, A, B, C, **options), expected, strict=True):
+                assert_near(found, wanted, 4 * 4 * length, form)
+
+
+CLASSIFIER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("ridge", "nearest-mean", "lda", "gaussian", "separate", "cosine", "aligned")),
+    ("ridge", {"width": 33}),
+    ("ridge", {"width": 0}),
+    ("ridge", {"width": 40, "activation": "gelu"}),
+    ("ridge", {"rule": "acil", "width": 40}),
+    ("ridge", {"rule": "ranpac", "width": 40, "blocks": 2}),
+    ("gaussian", {"unit": "features", "tukey": 0.5, "correlation": True}),
+    ("gaussian", {"unit": "distance", "log_det": True}),
+]
+
+
+def test_plain_classifiers_are_tested() -> None:
+    assert {name for name, _ in CLASSIFIER_OPTIONS} == set(CLASSIFIERS.names())
+
+
+@pytest.mark.parametrize(("name", "options"), CLASSIFIER_OPTIONS, ids=str)
+def test_plain_classifiers_have_the_same_scores(name: str, options: dict[str, Any]) -> None:
+    draw = torch.Generator().manual_seed(3)
+    features, labels = torch.randn(60, 6, generator=draw), torch.arange(60) % 3
+    classifier = CLASSIFIERS.get(name)(6, **options)
+    for first in (0, 3):
+        classifier.add_task(3)
+        if classifier.updates:
+            classifier.update(features + first + labels[:, None], labels + first)
+            classifier.finish_task()
+    classifier.add_task(2)  # classes without images
+    given = 3 * torch.randn(5, 6, generator=draw)
+    with torch.no_grad():
+        expected, found = classifier.scores(given), plain_classifier(classifier)(given)
+    assert expected.shape == (5, 8) and torch.equal(found.isfinite(), expected.isfinite())
+    finite = expected.isfinite()
+    weights = [tensor.abs().max() for tensor in plain_classifier(classifier).state_dict().values() if tensor.dim() == 2]
+    size = max(expected[finite].abs().max().item(), *(float(w) for w in weights if w.isfinite()), 1.0)
+    assert_near(found[finite], expected[finite], 64, name, size)
+
+
+def test_softplus_has_a_small_relative_error() -> None:
+    x = torch.linspace(-40, 40, 1001)
+    relative = (softplus(x).double() / torch.nn.functional.softplus(x.double(), threshold=100) - 1).abs().max().item()
+    assert relative < rounding(4)
+
+
+def test_scores_in_float64_leave_the_model_unchanged() -> None:
+    model = predictor("defocus", method="ease")
+    module, images = Scores(model, False), model.transforms.normalize(torch.stack(pictures(2)))
+    before = model.scores(images)
+    with torch.no_grad(), in_float64(module):
+        exact = module(images.double())
+    assert exact.dtype == torch.float64 and torch.equal(model.scores(images), before)
+    assert_near(before, exact, module.terms(), size=1.0)
+
+
+# Refusals
+
+
+def test_other_scores_are_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wrong = predictor(method="frozen"), predictor(method="frozen")
+    with torch.no_grad():
+        next(p for name, p in wrong.method.model.named_parameters() if "out_proj" in name)[0, 0] += 0.5
+    monkeypatch.setattr(shipping, "exported", lambda _, form: exported(Scores(wrong, False), form))
+    with pytest.raises(UserError, match=r"differ from ours by .* nothing was written"):
+        shipped(model, tmp_path, "pt2")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf")])
+def test_nan_and_infinite_scores_are_refused(answer: float) -> None:
+    model = predictor(method="frozen")
+    images = torch.stack(pictures(2))
+    found, allowed, _ = shipping.compared(
+        model, Scores(model, False), lambda x: torch.full((len(x), 6), answer), images
+    )
+    assert not found <= allowed
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = predictor(method="frozen")
+    program = exported(Scores(model, False), "chunked")
+    monkeypatch.setattr(shipping, "exported", lambda *_: program)
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"mambacl.export of yesterday")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shipping.os, "replace", full)
+        with pytest.raises(UserError, match="disk is full"):
+            shipped(model, tmp_path, "pt2")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.export, "save", refuse)
+        with pytest.raises(UserError, match=r"could not be written as pt2 .*check the free space"):
+            shipped(model, tmp_path, "pt2")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"] and path.read_bytes().endswith(b"yesterday")
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    model = predictor(method="frozen")
+    module = Scores(model, False)
+    module.predict = lambda images: torch.zeros(int(images.sum()), 6)
+    with pytest.raises(UserError, match="'frozen' with the classifier 'separate' cannot be traced"):
+        exported(module, "chunked")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "find_spec", lambda name: None)
+    for to in ("onnx", "openvino"):
+        with pytest.raises(UserError, match=rf"needs the package {to}.*mambacl\[{to}\]"):
+            shipping.checked(to, Path(f"a{foreign.FORMATS[to].suffix}"))
+    assert shipping.checked("pt2", Path("a.pt2")).name == "pt2"
+
+
+@pytest.mark.extras
+def test_an_operator_without_a_translation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("onnx")
+
+    class Odd(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvalsh(x)
+
+    program = torch.export.export(Odd(), (torch.eye(3),))
+    with pytest.raises(UserError, match="cannot translate an operator of this model to ONNX"):
+        foreign._onnx_bytes(program, {})
+    monkeypatch.setattr(foreign, "LARGEST_ONNX", -1)
+    with pytest.raises(UserError, match="at most 2 GB: use --to pt2"):
+        foreign._onnx_bytes(program, {})
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "small"
+    with fewer_test_images(10):
+        mambacl.train(CONFIG, method="analytic", classifier_options={"width": 64}, out=str(out))
+    return out
+
+
+@pytest.mark.slow
+def test_the_command_states_speeds_and_takes_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(run), "--to", "pt2", "--batch-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "small.pt2: " in out and "Compared in torch.export on 64 images (test images of the run)" in out
+    assert "Images per second on this CPU, 2 per batch: " in out and "in mambacl" in out
+    mambacl.load(run).save("model.safetensors")
+    write_images([tmp_path / "photos" / f"{i}.png" for i in range(2)])
+    words = ["--to", "pt2", "--images", "photos", "--preprocessing", "--batch-size", "2", "--json"]
+    assert main(["export", "model.safetensors", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == ["model.pt2"] and found["images"] == 2 and found["source"] == "photos"
+    assert found["preprocessing"] and found["images_per_second"] > 0 and found["our_images_per_second"] > 0
+    model = torch.export.load("model.pt2").module()
+    assert model(torch.zeros(5, 16, 16, 3, dtype=torch.uint8)).shape == (5, 10)
+
+
+def test_mistakes_of_an_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.pt2").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "model.safetensors"
+    mambacl.load(run).save(file)
+    pt2 = ["export", str(run), "--to", "pt2", "--out"]
+    for words, sentence in (
+        (["export", str(run), "--to", "tflite"], "safetensors"),
+        (["export", str(file)], "only a run can be exported to safetensors"),
+        (["export", str(run), "--preprocessing"], "need another format"),
+        (["export", str(file), "--to", "pt2"], "--images FOLDER"),
+        ([*pt2, str(tmp_path / "model.onnx")], "must end in .pt2"),
+        ([*pt2, str(tmp_path / "other.pt2")], "is not an exported model"),
+        ([*pt2, str(tmp_path / "no" / "a.pt2")], "does not exist: create it"),
+        ([*pt2, str(tmp_path / "a.pt2"), "--images", str(tmp_path / "empty")], "no folder with images"),
+    ):
+        assert sentence in fails(capsys, *words), words
+    assert not (tmp_path / "a.pt2").exists()
+
+
+def test_a_run_whose_data_are_gone_asks_for_images(run: Path) -> None:
+    copy = run.parent / "moved"
+    shutil.copytree(run, copy)
+    text = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(text.replace("dataset: fashion-mnist-small", "dataset: gone"))
+    with pytest.raises(UserError, match=r"cannot be read .*--images FOLDER"):
+        shipping.run_images(copy, mambacl.load(copy, "cpu"))
