@@ -164,10 +164,9 @@ class Method:
 
     def follow_drift(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Called before `fit_classifier`, with the same images: corrects the classifier for what the task has done to
-        the features of old classes, if its option `drift` says so."""
-        if self.start:
-            assert isinstance(self.classifier, FollowsDrift)
-            self.classifier.follow(self.moved_features(batches))
+        the features of old classes. Only if `start` is kept."""
+        assert isinstance(self.classifier, FollowsDrift)
+        self.classifier.follow(self.moved_features(batches))
 
     @torch.no_grad()
     def moved_features(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

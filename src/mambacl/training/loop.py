@@ -179,7 +179,8 @@ class Loop:
             self.watch.add(phase, seconds)
         if self.method.classifier.updates:
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
-                self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
+                if self.method.start:
+                    self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
                 self.method.fit_classifier(self.stream.plain_batches(task, recipe.eval_batch_size))
         if self.audit_images:
             with self.watch.phase("audit"):
