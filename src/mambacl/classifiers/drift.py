@@ -10,8 +10,8 @@ the task and y under those after it. What happens to them, y - x, says where old
 
 The ridge acts on W and b, so directions in which new images do not vary stay where they are. Ridge and s are chosen by
 leaving out classes of the new task and predicting how far their means move, which is the question that old classes ask.
-If no choice predicts it better than "not at all", nothing changes. A task with one class has nothing to leave out, and
-gets the values of ALONE.
+If no choice predicts it better than "not at all", nothing changes. Tasks with fewer than ENOUGH classes get fixed values:
+training pulls two classes apart, so that neither says how the other moves, but both say how the rest does.
 
 x and y are what a classifier has sums of: features, or lifted features for the ridge classifier. Lifted, the map is the
 conditional mean embedding of the new features given the old ones.
@@ -35,7 +35,8 @@ from mambacl.options import Options
 
 RIDGES = [10.0**step for step in range(1, -14, -1)]  # times the mean diagonal of the matrix to invert
 WIDTHS = [4.0**step for step in range(1, -6, -1)]  # s^2, as a share of the variance of the new images' features
-ALONE = 1.0  # ridge or s^2, if there is nothing to judge them by
+ENOUGH = 4  # classes, to judge by some of them
+FIXED_RIDGE, FIXED_WIDTH = 0.1, 0.25  # for tasks with fewer
 PATIENCE = 2  # values in a row that are worse than the best, before the search ends
 
 
@@ -136,8 +137,8 @@ class Shift(Drift):
             return total
 
         none = sum(float(moved[own].mean(0).square().sum()) * int(own.sum()) for own in groups)
-        width = best(WIDTHS, error, none) if len(groups) > 1 else ALONE
-        if width == math.inf:
+        width = best(WIDTHS, error, none) if len(groups) >= ENOUGH else FIXED_WIDTH
+        if width == math.inf or not moved.any():
             return Move()
         return Move(offset=kernel_shift(old, moved, means, width * unit), choice=width * unit)
 
@@ -174,7 +175,7 @@ class Linear(Drift):
         if self.grams is None:
             return Move()
         ridge = self._choice()
-        if ridge == math.inf:
+        if ridge == math.inf or not self.noise.any():
             return Move()
         x, y, n = self.sums.sum(0), self.moved.sum(0), int(self.counts.sum())
         scale = self._constant()
@@ -208,8 +209,8 @@ class Linear(Drift):
         assert self.grams is not None
         halves, scale = torch.arange(len(self.counts), device=self.counts.device) % 2, self._constant()
         seen = self.counts > 0
-        if not all(bool((seen & (halves == half)).any()) for half in range(2)):
-            return ALONE
+        if min(int((seen & (halves == half)).sum()) for half in range(2)) < ENOUGH // 2:
+            return FIXED_RIDGE
         fits = []
         for half in range(2):
             own, other = halves == half, seen & (halves != half)
