@@ -10,8 +10,8 @@ the task and y under those after it. What happens to them, y - x, says where old
 
 The ridge acts on W and b, so directions in which new images do not vary stay where they are. Ridge and s are chosen by
 leaving out classes of the new task and predicting how far their means move, which is the question that old classes ask.
-If no choice predicts it better than "not at all", nothing changes. Tasks with fewer than ENOUGH classes get fixed values:
-training pulls two classes apart, so that neither says how the other moves, but both say how the rest does.
+If no choice predicts it better than "not at all", nothing changes. Tasks with fewer than ENOUGH classes get fixed
+values: training pulls two classes apart, so that neither says how the other moves.
 
 x and y are what a classifier has sums of: features, or lifted features for the ridge classifier. Lifted, the map is the
 conditional mean embedding of the new features given the old ones.
