@@ -120,7 +120,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="demo")
     parser.add_argument("--root", help="folder with the data set")
     parser.add_argument("--method", default="sequential")
-    parser.add_argument("--classifiers", nargs="+", default=DEFAULT, help="names, or 'ridge without a lift'")
+    parser.add_argument("--classifiers", nargs="+", choices=DEFAULT, default=DEFAULT)
     parser.add_argument("--options", type=json.loads, default={}, help='of the run, as JSON: {"training.lr": 2e-5}')
     parser.add_argument("--of", type=json.loads, default={}, help='of classifiers, as JSON: {"ridge": {"width": 5000}}')
     parser.add_argument("--json", help="file for the results; they are printed as well")

@@ -163,7 +163,9 @@ def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_test_images")
-@pytest.mark.parametrize("method, classifier", [("mamba-cl", "lda"), ("seq-adapter", "aligned")])
+@pytest.mark.parametrize(
+    "method, classifier", [("mamba-cl", "lda"), pytest.param("seq-adapter", "aligned", marks=pytest.mark.slow)]
+)
 def test_a_run_that_follows_the_drift(method: str, classifier: str, tmp_path: Path) -> None:
     """What trains is the same, the statistics are not; it resumes in the middle of a task, when it needs the weights
     from before the task; and a model made from it leaves those out."""
