@@ -93,6 +93,24 @@ def test_tuning_writes_what_was_tried_and_the_best_point(monkeypatch, tmp_path):
     assert first.startswith("| `training.lr 0.0001` |") and second.startswith("| `training.lr 0.01` |")
 
 
+@pytest.mark.usefixtures("few_test_images")
+def test_drift_compares_every_kind_with_an_oracle(tmp_path, capsys):
+    drift = example("drift")
+    preset = tmp_path / "small.yaml"
+    preset.write_text(yaml.safe_dump(CONFIG))
+    given = ["--preset", str(preset), "--json", str(tmp_path / "drift.json"), "--of", '{"ridge": {"width": 20}}']
+    drift.main(
+        [*given, "--classifiers", "lda", "ridge", "--options", '{"training.passes": 1, "stream.validation": null}']
+    )
+    record = json.loads((tmp_path / "drift.json").read_text())
+    assert capsys.readouterr().out == (tmp_path / "drift.json").read_text()
+    assert list(record["final accuracy"]) == ["lda", "ridge"]
+    for found in record["final accuracy"].values():
+        assert all(0 <= found[way] <= 100 for way in ("none", "shift", "linear", "oracle"))
+    choices = record["ridge or s^2 by task, null: no move"]
+    assert len(choices) == 4 and all(len(values) == 2 for values in choices.values())  # two tasks after the first
+
+
 def test_the_first_of_the_best_points_is_chosen_among_those_that_leave_the_demo_short():
     tune = example("tune_demo")
     runs = {(1, 1): [40, 43], (2, 1): [41, 44], (3, 1): [44, 41], (4, 3): [45, 45]}

@@ -133,7 +133,7 @@ def test_transport_needs_plain_features() -> None:
     after = plain.scores(2 * features)
     assert_near(after - after[:, :1], before - before[:, :1], 120 * D, size=1e3 * before.abs().max().item())
     for options in ({"tukey": 0.5}, {"unit": "features"}):
-        with pytest.raises(UserError, match="Only Gaussians of plain features can be mapped"):
+        with pytest.raises(UserError, match="Only Gaussians of plain features follow"):
             Gaussian(D, **options).transport(torch.eye(D))
 
 

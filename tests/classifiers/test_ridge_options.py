@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ridge_help import WIDTH, D, assert_alike, some, taught
+from ridge_help import CLASSES, WIDTH, D, assert_alike, some, taught
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -86,6 +86,9 @@ def test_the_page_shows_every_option_and_its_code_runs(capsys: pytest.CaptureFix
     exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], names)
     assert names["classifier"].counts.sum() == 240 and names["classifier"].nbytes <= 2e6
     assert capsys.readouterr().out.endswith(" MB\n")
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[1], names)
+    expected = 1.1 * torch.stack([features[labels == label].double().mean(0) for label in range(CLASSES)])
+    assert (names["classifier"].statistics.means() - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 # Recorded numbers

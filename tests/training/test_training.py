@@ -22,6 +22,7 @@ from training_help import assert_same_run, final_parameters, interrupted_after
 import mambacl
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.config import resolve
+from mambacl.deploy.model_file import tensors_of
 from mambacl.errors import UserError
 from mambacl.methods import METHODS
 from mambacl.methods.analytic import Analytic
@@ -159,6 +160,32 @@ def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
     with pytest.raises(UserError, match=r"no classifier 'nearest'. Did you mean 'nearest-mean'"):
         train(tmp_path / "other", classifier="nearest")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("few_test_images")
+@pytest.mark.parametrize(
+    "method, classifier", [("mamba-cl", "lda"), pytest.param("seq-adapter", "aligned", marks=pytest.mark.slow)]
+)
+def test_a_run_that_follows_the_drift(method: str, classifier: str, tmp_path: Path) -> None:
+    """What trains is the same, the statistics are not; it resumes in the middle of a task, when it needs the weights
+    from before the task; and a model made from it leaves those out."""
+    chosen = {"method": method, "classifier": classifier, "training.passes": 2}
+    stale = train(tmp_path / "stale", **chosen)
+    run = train(tmp_path / "whole", **chosen, **{"classifier_options.drift": "linear"})
+    with interrupted_after(5):  # after the first of two epochs of the second task
+        train(tmp_path / "broken", **chosen, **{"classifier_options.drift": "linear"})
+    assert mambacl.resume(tmp_path / "broken").trained
+    assert_same_run(run.folder, tmp_path / "broken")
+    ours, theirs = final_parameters(run.folder), final_parameters(stale.folder)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    state, before = (load_file(folder / "checkpoints" / "task-02.safetensors") for folder in (run.folder, stale.folder))
+    sums = "classifier/statistics.sums"
+    assert torch.equal(state[sums][7:], before[sums][7:]) and not torch.equal(state[sums][:7], before[sums][:7])
+    start = {name for name in state if name.startswith("start/")}
+    assert start and not any(name.startswith("start/") for name in before)
+    evaluation = mambacl.evaluate(run.folder)
+    assert evaluation.counted == evaluation.recorded
+    assert not any("start/" in name for name in tensors_of(mambacl.load(run.folder).method))
 
 
 ANALYTIC: dict[str, Any] = {"method": "analytic", "classifier_options": {"width": 100}}

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.classifiers.class_statistics import ClassStatistics, CovarianceOptions, draw
+from mambacl.classifiers.drift import FollowsDrift
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.classifiers.separate import SeparateHeads
 from mambacl.errors import UserError
@@ -87,7 +88,7 @@ def align(
     return weight.detach(), bias.detach()
 
 
-class AlignedHeads(SeparateHeads):
+class AlignedHeads(FollowsDrift, SeparateHeads):
     name = "aligned"
     summary = "one linear head per task, trained with the backbone, then aligned on samples of class Gaussians"
     options_class: ClassVar[type] = AlignedOptions
@@ -109,6 +110,15 @@ class AlignedHeads(SeparateHeads):
         if len(labels) and int(labels.max()) >= self.classes:
             raise UserError(f"Label {int(labels.max())} has no head: add_task comes before update.")
         self.statistics.update(features, labels)
+
+    def class_means(self) -> tuple[Tensor, Tensor]:
+        return self.statistics.means(), self.statistics.counts
+
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
+        """Maps the statistics; the next alignment fits the heads to them."""
+        self.statistics.transport(matrix, offset, residual)
 
     def finish_task(self) -> None:
         """Aligns all heads. The samples depend only on the statistics and the number of tasks, so that a resumed run

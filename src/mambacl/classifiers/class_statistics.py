@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.classifiers.base import Classifier, StatisticsClassifier, check_batch
+from mambacl.classifiers.drift import DriftOptions, FollowsDrift, transported
 from mambacl.classifiers.subspaces import class_sums
 from mambacl.errors import UserError
-from mambacl.options import Must, Options, build_config
+from mambacl.options import Must, build_config
 
 Weight = float | Literal["auto"]
 WEIGHT = Must("be auto, or finite and at least 0", lambda value: value == "auto" or 0 <= value < float("inf"))
@@ -30,7 +31,7 @@ SMALLEST = 1e-30  # a variance that keeps factors finite where every feature is 
 
 
 @dataclass(frozen=True)
-class CovarianceOptions(Options):
+class CovarianceOptions(DriftOptions):
     """How much a class's Gaussian takes from its own covariance and from that within all classes."""
 
     own: Annotated[Weight, WEIGHT] = "auto"
@@ -139,25 +140,27 @@ class ClassStatistics(nn.Module):
         self.moments[: len(other.moments)] += other.moments.to(device)
 
     @torch.no_grad()
-    def transport(self, matrix: Tensor, offset: Tensor | None = None, residual: Tensor | None = None) -> None:
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
         """Follows features that moved from x to x A + b, up to a residual with covariance R: every mean becomes mu A +
-        b and every covariance A^T S A + R. `matrix` is A (d, d), `offset` b (d,), `residual` R (d, d)."""
+        b and every covariance A^T S A + R. `matrix` is A (d, d), `offset` b (d,) or one per class (classes, d),
+        `residual` R (d, d)."""
         d = self.num_features
-        a = self._checked("matrix", matrix, (d, d))
-        b = self._checked("offset", offset, (d,))
-        r = self._checked("residual", residual, (d, d))
-        mapped = self.sums @ a
-        ones = self.counts.double()
-        sums, counts = (mapped, ones) if self.per_class else (mapped.sum(0, keepdim=True), ones.sum()[None])
-        freedom = self.freedom() if self.per_class else self.freedom().sum()[None]
+        if matrix is None and offset is None and residual is None:  # nothing moves, not even by rounding
+            return
+        a = None if matrix is None else self._checked("matrix", matrix, (d, d))
+        r = None if residual is None else self._checked("residual", residual, (d, d))
+        b = torch.zeros(d) if offset is None else offset
+        b = self._checked("offset", b, (self.classes, d) if b.dim() == 2 else (d,)).expand(self.classes, d)
+        mapped, counts = self.sums if a is None else self.sums @ a, self.counts.double()
         for row in range(len(self.moments)):
-            cross = torch.outer(sums[row], b)
-            grown = a.T @ self.moments[row] @ a + cross + cross.T + counts[row] * torch.outer(b, b)
-            self.moments[row] = grown + freedom[row] * r
-        self.sums = mapped + ones[:, None] * b
+            rows = slice(row, row + 1) if self.per_class else slice(None)
+            moment = transported(self.moments[row], mapped[rows], counts[rows], b[rows], a)
+            self.moments[row] = moment if r is None else moment + self.freedom()[rows].sum() * r
+        self.sums = mapped + counts[:, None] * b
 
-    def _checked(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        tensor = torch.zeros(shape) if tensor is None else tensor
+    def _checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tensor.shape != shape or not torch.isfinite(tensor).all():
             raise UserError(f"transport needs a finite {name} {shape}, got one of shape {tuple(tensor.shape)}.")
         return tensor.to(self.sums)
@@ -228,7 +231,7 @@ class ClassStatistics(nn.Module):
         return features.flatten(0, 1), seen.repeat_interleave(count)
 
 
-class ClassStatisticsClassifier(StatisticsClassifier):
+class ClassStatisticsClassifier(FollowsDrift, StatisticsClassifier):
     """A classifier whose state is `ClassStatistics`. A subclass writes `solve`, whose result is kept until the
     statistics change, and `forward`."""
 
@@ -270,8 +273,12 @@ class ClassStatisticsClassifier(StatisticsClassifier):
         self.statistics.merge(other.statistics)
         self._solved.clear()
 
-    def transport(self, matrix: Tensor, offset: Tensor | None = None, residual: Tensor | None = None) -> None:
-        """Follows features that moved: see `ClassStatistics.transport`."""
+    def class_means(self) -> tuple[Tensor, Tensor]:
+        return self.statistics.means(), self.statistics.counts
+
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
         self.statistics.transport(matrix, offset, residual)
         self._solved.clear()
 

@@ -30,6 +30,9 @@ from mambacl.errors import UserError
 from mambacl.ops.precision import float32_products
 from mambacl.options import Must, at_least, finite_from
 
+PLAIN = (
+    "Only Gaussians of plain features follow a drift: set drift to none, or tukey to 1 and unit to none or distance."
+)
 AT_ONCE = 1 << 24  # values of the largest intermediate tensor
 
 
@@ -54,6 +57,15 @@ class GaussianOptions(CovarianceOptions):
     unit: Literal["none", "features", "distance"] = "none"
     """features: divide each feature by its length; distance: divide features and means, but not what the covariances
     are computed from"""
+
+    def check(self) -> None:
+        if self.drift != "none" and not self.plain:
+            raise UserError(PLAIN)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the statistics are those of the features themselves."""
+        return self.tukey == 1 and self.unit != "features"
 
 
 FECAM = GaussianOptions(
@@ -127,9 +139,11 @@ class Gaussian(ClassStatisticsClassifier):
             self._resize_plain_sums()
             self.plain_sums[: other.classes] += other.plain_sums.to(self.plain_sums.device)
 
-    def transport(self, matrix: Tensor, offset: Tensor | None = None, residual: Tensor | None = None) -> None:
-        if self.options.tukey != 1 or self.options.unit == "features":
-            raise UserError("Only Gaussians of plain features can be mapped: set tukey to 1 and unit to none.")
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
+        if not self.options.plain:
+            raise UserError(PLAIN)
         super().transport(matrix, offset, residual)
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:

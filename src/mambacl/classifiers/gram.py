@@ -145,6 +145,13 @@ class Gram:
             made.write(panel, self.read(panel) + other.read(panel))
         return made
 
+    def replaced(self, whole: Tensor, sums: Tensor, images: int) -> "Gram":
+        """Stores another matrix (units, units) instead; there must be one block."""
+        made = self._changed(whole.diagonal(), sums, images)
+        for panel in self.panels():
+            made.write(panel, whole[panel.rows, panel.columns].clone())
+        return made
+
     def _changed(self, diagonal: Tensor, sums: Tensor, images: int) -> "Gram":
         """The same storage, to be rewritten for new totals."""
         centred = (diagonal - sums.square() / max(1, images)).clamp(min=0)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mambacl.classifiers.class_statistics import ClassStatisticsClassifier, mean_variance
+from mambacl.classifiers.drift import DriftOptions
 from mambacl.classifiers.registry import CLASSIFIERS
-from mambacl.options import Must, Options
+from mambacl.options import Must
 
 
 def oas(covariance: Tensor, freedom: Tensor | float) -> Tensor:
@@ -24,7 +25,7 @@ def oas(covariance: Tensor, freedom: Tensor | float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LDAOptions(Options):
+class LDAOptions(DriftOptions):
     """Options of linear discriminant analysis."""
 
     shrinkage: Annotated[

@@ -5,28 +5,32 @@ parts and resumed runs all give the same means.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
+from mambacl.classifiers.drift import DriftOptions, FollowsDrift
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
+from mambacl.options import build_config
 
 UNIT = 2.0**-32  # far below the rounding error of typical float32 features
 LARGEST = 2.0**62  # limit of a sum in units; int64 overflows at 2^63
 
 
-class NearestMean(StatisticsClassifier):
+class NearestMean(FollowsDrift, StatisticsClassifier):
     name = "nearest-mean"
     summary = "the closest class mean, computed from features when a task ends"
+    options_class: ClassVar[type] = DriftOptions
     sums: Tensor  # (classes, d), in units
     counts: Tensor  # (classes,)
 
-    def __init__(self, num_features: int) -> None:
+    def __init__(self, num_features: int, **options: Any) -> None:
         super().__init__(num_features)
+        self.options = build_config(self.options_class, options, self.name)
         self.register_buffer("sums", torch.zeros(0, num_features, dtype=torch.int64))
         self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
 
@@ -44,8 +48,7 @@ class NearestMean(StatisticsClassifier):
         if not len(labels):
             return
         units = (features.double() / UNIT).round()
-        if not units.abs().sum(0).max() + self.sums.abs().max() < LARGEST:
-            raise UserError("The sum of a class's features is above 2^30: scale the features down.")
+        self._check_size(units.abs().sum(0).max() + self.sums.abs().max())
         self.sums.index_add_(0, labels, units.long())
         self.counts += torch.bincount(labels, minlength=self.classes)
 
@@ -55,6 +58,26 @@ class NearestMean(StatisticsClassifier):
         self.add_task(max(0, other.classes - self.classes))
         self.sums[: other.classes] += other.sums.to(self.sums.device)
         self.counts[: other.classes] += other.counts.to(self.sums.device)
+
+    def class_means(self) -> tuple[Tensor, Tensor]:
+        return self.means(), self.counts
+
+    @torch.no_grad()
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
+        """Maps the means; covariances do not matter here."""
+        if matrix is None and offset is None:  # nothing moves, not even by rounding
+            return
+        means = self.means() if matrix is None else self.means() @ matrix.to(self.sums.device, torch.float64)
+        means = means if offset is None else means + offset.to(means)
+        units = (means * self.counts[:, None] / UNIT).round()
+        self._check_size(units.abs().max())
+        self.sums = units.long()
+
+    def _check_size(self, units: Tensor) -> None:
+        if not units < LARGEST:
+            raise UserError("The sum of a class's features is above 2^30: scale the features down.")
 
     def means(self) -> Tensor:
         """(classes, d) in float64; zeros for a class without images."""

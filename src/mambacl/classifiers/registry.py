@@ -16,6 +16,16 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
     members(
         "mambacl.classifiers",
         __file__,
-        besides=("base", "class_statistics", "gram", "least_squares", "lift", "registry", "ridge_options", "subspaces"),
+        besides=(
+            "base",
+            "class_statistics",
+            "drift",
+            "gram",
+            "least_squares",
+            "lift",
+            "registry",
+            "ridge_options",
+            "subspaces",
+        ),
     ),
 )

@@ -38,6 +38,7 @@ from torch import Tensor
 from mambacl.classifiers import gram as storage_of
 from mambacl.classifiers import least_squares
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
+from mambacl.classifiers.drift import FollowsDrift, transported
 from mambacl.classifiers.gram import Gram
 from mambacl.classifiers.lift import draw, fit_scale, lift, projections
 from mambacl.classifiers.registry import CLASSIFIERS
@@ -52,7 +53,7 @@ LIFTED = 10**9  # bytes of lifted features at a time
 FLOAT64_UNITS = 32768  # more are solved in float32
 
 
-class Ridge(StatisticsClassifier):
+class Ridge(FollowsDrift, StatisticsClassifier):
     name = "ridge"
     summary = "ridge regression on a random lift of the features, from sums over all tasks"
     options_class: ClassVar[type] = RidgeOptions
@@ -229,6 +230,37 @@ class Ridge(StatisticsClassifier):
         self.counts[: other.classes] += other.counts.to(device)
         self._keep(before.merge(theirs, *self._totals()))
         self._arrive(other.waiting.to(device), other.waiting_labels.to(device))
+
+    # Drift, of lifted features
+
+    def drift_features(self, features: Tensor) -> Tensor:
+        return self.lifted(features)
+
+    @torch.no_grad()
+    def class_means(self) -> tuple[Tensor, Tensor]:
+        self._absorb(fix=True)
+        return self.sums.double() / self.counts.clamp(min=1)[:, None], self.counts
+
+    @torch.no_grad()
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
+        """The matrix is (units, units): without a lift, units are the features (f - m) / s."""
+        if matrix is None and offset is None:  # nothing moves, not even by rounding
+            return
+        means, counts = self.class_means()
+        sums, counts = self.sums.double(), counts.double()
+        sums = sums if matrix is None else sums @ matrix
+        b = means.new_zeros(means.shape) if offset is None else offset.to(means).expand(means.shape)
+        before = self._gram()
+        with float32_products(tf32=False), full_precision(means):
+            whole = before.block(slice(0, self.units), torch.float64)
+            whole = transported(whole, sums, counts, b, matrix)
+            if residual is not None:
+                whole.add_(residual, alpha=float(counts.sum()))
+            self.sums = (sums + counts[:, None] * b).to(self.dtype)
+            self._keep(before.replaced(whole, *self._totals()))
+        self._solved = False
 
     # The solution
 

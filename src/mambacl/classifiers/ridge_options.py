@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from mambacl.classifiers.drift import DriftOptions
 from mambacl.classifiers.gram import stored_values
 from mambacl.classifiers.lift import Activation, Distribution
 from mambacl.errors import UserError
-from mambacl.options import Must, Options, at_least, between
+from mambacl.options import Must, at_least, between
 
 DEFAULT_UNITS = 5000
 UNITS_PER_FEATURE = 32  # more than that per feature add little
@@ -42,7 +43,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class RidgeOptions(Options):
+class RidgeOptions(DriftOptions):
     """Options of the ridge classifier. Null is the rule's value."""
 
     rule: Literal["ours", "ranpac", "acil"] = "ours"
@@ -79,6 +80,10 @@ class RidgeOptions(Options):
     """seed of the lift's weights"""
 
     def check(self) -> None:
+        if self.drift != "none" and self.blocks > 1:
+            raise UserError(
+                "A ridge classifier with several blocks cannot follow a drift: set blocks to 1 or drift to none."
+            )
         if self.state_limit is not None:
             parsed_size(self.state_limit)
         elif self.width == "auto":

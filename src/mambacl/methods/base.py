@@ -6,7 +6,7 @@ method, derive from it and call `METHODS.add` in a new file in this folder, or i
 entry point group `mambacl.methods`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
+from mambacl.classifiers.drift import FollowsDrift
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 from mambacl.features import FeatureOptions
@@ -26,6 +27,7 @@ from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
 
 CLASSIFIER = "classifier/"  # prefix of a classifier's tensors in a task's state
+START = "start/"  # prefix of the trained parameters in a task's state: the next task starts from them
 HEADS = "heads."  # prefix of the tensors that change with each step in the state of heads
 
 
@@ -85,6 +87,8 @@ class Method:
         self.reader = FeatureReader(model, self.own_depths if depths == "auto" else depths, setup.features.pool)
         self.classifier = self.make_classifier()  # predicts
         self.heads = self.classifier if isinstance(self.classifier, TaskHeads) else self.make_heads()  # train
+        self.start: dict[str, Tensor] = {}
+        """the trained parameters when the task started, if the classifier follows the drift of the features"""
 
     # The parts
 
@@ -128,6 +132,7 @@ class Method:
             self.heads.add_task(task.classes, task.seed, self.setup.warm_second_head and task.index == 1)
         self.heads.to(self.device)
         self._follow_heads()
+        self.start = {name: tensor.clone() for name, tensor in self._trained().items()}
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """The parameters that the current task trains, by role: "backbone" and "classifier" have separate learning
@@ -157,16 +162,48 @@ class Method:
         by phase."""
         return {}
 
+    def follow_drift(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Called before `fit_classifier`, with the same images: corrects the classifier for what the task has done to
+        the features of old classes. Only if `start` is kept."""
+        assert isinstance(self.classifier, FollowsDrift)
+        self.classifier.follow(self.moved_features(batches))
+
     @torch.no_grad()
-    def fit_classifier(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Called after `finish_task`, with the same images, if the classifier is computed from features."""
+    def moved_features(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """What the classifier gets for images before the task and after it, and their labels."""
+        trained = dict(self.tuning.trained())
+        for images, labels in self._views_to_learn(batches):
+            new = at_least_float32(self.classifier_input(images))
+            now = {name: parameter.clone() for name, parameter in trained.items()}
+            try:
+                for name, parameter in trained.items():
+                    parameter.copy_(self.start[name])
+                old = at_least_float32(self.classifier_input(images))
+            finally:
+                for name, parameter in trained.items():
+                    parameter.copy_(now[name])
+            yield old, new, labels
+
+    def _views_to_learn(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         mirrored = self.setup.features.mirror != "none"
         for images, labels in batches:
             images, labels = images.to(self.device), labels.to(self.device)
-            for view in (images, images.flip(3)) if mirrored else (images,):
-                features = self.classifier_input(view)
-                with full_precision(features):  # autocast is for the backbone only
-                    self.classifier.update(at_least_float32(features), labels)
+            yield images, labels
+            if mirrored:
+                yield images.flip(3), labels
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The trained parameters, if the classifier follows the drift; empty if nothing can move."""
+        follows = isinstance(self.classifier, FollowsDrift) and self.classifier.options.drift != "none"
+        return {name: p.detach() for name, p in self.tuning.trained()} if follows else {}
+
+    @torch.no_grad()
+    def fit_classifier(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Called after `finish_task`, with the same images, if the classifier is computed from features."""
+        for images, labels in self._views_to_learn(batches):
+            features = self.classifier_input(images)
+            with full_precision(features):  # autocast is for the backbone only
+                self.classifier.update(at_least_float32(features), labels)
         with full_precision(next(self.model.parameters())):
             self.classifier.finish_task()
 
@@ -222,7 +259,8 @@ class Method:
         if not self.classifier.updates:
             return {}
         state = self.classifier.state_dict()
-        return {CLASSIFIER + name: tensor for name, tensor in state.items() if not name.startswith(HEADS)}
+        own = {CLASSIFIER + name: tensor for name, tensor in state.items() if not name.startswith(HEADS)}
+        return own | {START + name: tensor for name, tensor in self._trained().items()}
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self.classifier.updates:
@@ -231,13 +269,16 @@ class Method:
             self.classifier.load_state_dict({**heads, **own})
             self.classifier.to(self.device)
             self._follow_heads()
+            start = {name.removeprefix(START): t for name, t in state.items() if name.startswith(START)}
+            self.start = {name: tensor.to(self.device) for name, tensor in start.items()}
 
     def for_answers(
         self, state: Mapping[str, Tensor], task_state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The parts of `state_dict` and `task_state_dict` that `answer` needs. A method that has loaded them predicts,
         but cannot continue to train."""
-        return dict(state), dict(task_state) if self.needs_task_state else {}
+        kept = {name: tensor for name, tensor in task_state.items() if not name.startswith(START)}
+        return dict(state), kept if self.needs_task_state else {}
 
     def task_text(self) -> dict[str, str]:
         """Metadata for readers of the task's state."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambacl.methods.base import CLASSIFIER, Method
+from mambacl.methods.base import CLASSIFIER, START, Method
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
 from mambacl.nullspace.description import in_one_line
@@ -64,7 +64,7 @@ class MambaCL(Method):
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_task_state_dict(state)
-        if space := {name: t for name, t in state.items() if not name.startswith(CLASSIFIER)}:
+        if space := {name: t for name, t in state.items() if not name.startswith((CLASSIFIER, START))}:
             self.space.load_state_dict(space)
             self.space.projected_step.load_state_dict(self.step_state)
 

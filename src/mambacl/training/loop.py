@@ -203,6 +203,8 @@ class Loop:
             self._phase("classifier", "learning features", task, self.stream.train_count(task))
             batches = self.stream.plain_batches(task, recipe.eval_batch_size)
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
+                if self.method.start:
+                    self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
                 self.method.fit_classifier(self.progress.over(batches))
 
     def _end_task(self, task: int) -> None:
