@@ -67,7 +67,7 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
         )
         for name, own in (("nearest-mean", {}), ("lda", {}), ("gaussian", {}), ("ridge", {"state_limit": "1GB"}))
     },
-    "separate heads": {
+    "heads": {
         f"{name}, heads from zero, mirror images at test": {**options, **FROM_ZERO, "features.mirror": "both"}
         for name, options in (
             ("Mamba-CL, public-code", {"method": "mamba-cl"}),
@@ -108,7 +108,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "shared adapters": RATES,
     "EASE": RATES,
     "all classes at once, softmax": RATES,
-    **{row: {"training.head_lr": [3e-4, 1e-3, 3e-3]} for row in STUDY["separate heads"]},
+    **{row: {"training.head_lr": [3e-4, 1e-3, 3e-3]} for row in STUDY["heads"]},
 }
 # row -> the row whose choice it takes
 SAME = {"all classes at once, softmax, mirror images at test": "all classes at once, softmax"}

@@ -134,14 +134,15 @@ def test_the_demo_has_the_options_that_were_best_on_held_back_images():
         assert resolve("demo", {"method": method}) == resolve("demo", {"method": method, **found["choice"]})
 
 
-@pytest.mark.parametrize("table", ["methods", "classifiers", "settings", "state", "tasks", "backbones"])
+@pytest.mark.parametrize("table", ["methods", "classifiers", "heads", "settings", "state", "tasks", "backbones"])
 def test_every_row_of_the_study_is_a_possible_run(table):
     study = example("study")
     for row, options in study.STUDY[table].items():
         for grid in study.GRIDS.get(row, {"seed": [0]}).items():
             for value in grid[1]:
                 resolve("cifar100-10-nano", {**options, grid[0]: value, **study.HELD_BACK, "stream.root": "."})
-    assert set(study.GRIDS) <= set(study.STUDY["methods"])
+    assert set(study.GRIDS) <= {*study.STUDY["methods"], *study.STUDY["heads"]}
+    assert {*study.SAME, *study.SAME.values()} <= set(study.STUDY["methods"]) and not set(study.SAME) & set(study.GRIDS)
     assert len({len(values) for grid in study.GRIDS.values() for values in grid.values()}) == 1  # the same budget
 
 

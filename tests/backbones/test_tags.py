@@ -6,14 +6,17 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from data_help import MEAN, SHARED, STD
 from safetensors.torch import load_file, save_file
 
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import weights_file
 from mambacl.backbones.registry import MODELS, PublicWeights
 from mambacl.config import resolve
+from mambacl.data import open_dataset
 from mambacl.errors import UserError
 
 FOLDER = Path(str(files("mambacl.backbones") / "weights"))
@@ -45,6 +48,20 @@ def test_a_packaged_file_is_whole_small_in_half_precision_and_has_a_card(name, t
         assert not tensor.is_floating_point() or tensor.dtype == torch.float16 or too_large, key
     assert any(f"`{weights.packaged}`" in card.read_text(encoding="utf-8") for card in FOLDER.glob("*.md"))
     assert weights.licence and weights.top1 is not None and weights.top1 > 0
+
+
+@pytest.mark.skipif(not (SHARED / "tiny-imagenet-32").exists(), reason="the sheets of Tiny-ImageNet are not here")
+@pytest.mark.parametrize("name, tag", PACKAGED)
+def test_packaged_weights_reach_about_the_accuracy_of_their_card(name, tag):
+    images = open_dataset("tiny-imagenet-32", SHARED / "tiny-imagenet-32").test
+    chosen = np.arange(0, len(images.labels), 25)
+    pixels = images.stack(chosen) / 255
+    inputs = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+    with torch.no_grad():
+        found = create_model(name, pretrained=tag).eval()(inputs).argmax(1)
+    right = np.mean(found.numpy() == images.labels[chosen])
+    expected = (MODELS.get(name).weights[tag].top1 or 0.0) / 100
+    assert abs(right - expected) < 4 * (expected * (1 - expected) / len(chosen)) ** 0.5
 
 
 def test_every_file_of_the_package_is_registered_once():
