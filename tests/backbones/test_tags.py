@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -50,10 +51,15 @@ def test_a_packaged_file_is_whole_small_in_half_precision_and_has_a_card(name, t
     assert weights.licence and weights.top1 is not None and weights.top1 > 0
 
 
+@cache
+def validation_images():
+    return open_dataset("tiny-imagenet-32", SHARED / "tiny-imagenet-32").test
+
+
 @pytest.mark.skipif(not (SHARED / "tiny-imagenet-32").exists(), reason="the sheets of Tiny-ImageNet are not here")
 @pytest.mark.parametrize("name, tag", PACKAGED)
 def test_packaged_weights_reach_about_the_accuracy_of_their_card(name, tag):
-    images = open_dataset("tiny-imagenet-32", SHARED / "tiny-imagenet-32").test
+    images = validation_images()
     chosen = np.arange(0, len(images.labels), 25)
     pixels = images.stack(chosen) / 255
     inputs = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
