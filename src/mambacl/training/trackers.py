@@ -66,7 +66,7 @@ class WandB:
 
         self.identity = dict(identity or {"id": new_name(folder)})
         self.wandb: Any = wandb
-        self.run: Any = wandb.init(
+        self.run: Any = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=self.identity["id"],
             name=folder.name,
