@@ -50,7 +50,8 @@ def pooled_plainly(class_token, image, pool):
         elif name == "mean":
             parts.append(mean(places))
         elif name == "std":
-            squares = sum((image[:, :, r, c] - mean(places)).square() for r, c in places)
+            centre = mean(places)
+            squares = sum((image[:, :, r, c] - centre).square() for r, c in places)
             parts.append((squares / len(places)).sqrt())
         else:
             parts += [mean([(r, c) for r in rows for c in columns]) for rows in halves[0] for columns in halves[1]]

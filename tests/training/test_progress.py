@@ -130,7 +130,8 @@ def test_the_estimated_work_is_what_a_run_does(method: str, tmp_path: Path, monk
         step(self, images)
 
     monkeypatch.setattr(Progress, "step", noted)
-    options = {"classifier": "lda"} if method == "mamba-cl" else {}
+    monkeypatch.setattr("mambacl.training.display.WRITTEN", 0)  # seconds: the run is short
+    options = {"classifier": "lda"} if method == "mamba-cl" else {"classifier_options.width": 50}
     mambacl.train(CONFIG, method=method, out=str(tmp_path / "run"), **options)
     assert len(seen) == 1 and seen[0].left == dict.fromkeys(COST, 0.0)
     worked = {"train", "covariance", "classifier", "evaluate"} if method == "mamba-cl" else {"classifier", "evaluate"}
