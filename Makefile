@@ -1,5 +1,6 @@
 # make demo    the whole product on a small example, installation included in about three minutes
-# make test    style, types and all tests
+# make test    style, types and tests, about ten minutes on two cores
+# make test-long    the few tests that `make test` leaves out because each takes a quarter of a minute or more
 # make test-fast    all but the slow tests
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
 # make test-extras    what the extras add, with their real libraries
@@ -8,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-cpus test-extras test-gpu wheel clean
+.PHONY: demo test test-long test-fast test-cpus test-extras test-gpu wheel clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare mamba-cl,sequential
@@ -17,10 +18,13 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --durations=15
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not long" --durations=15
+
+test-long: .venv/installed-dev
+	$(BIN)/pytest -n 2 --dist loadgroup -m long --durations=15
 
 test-fast: .venv/installed-dev
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-cpus: .venv/installed-dev
 	sh tools/test_cpus.sh $(BIN)/python

@@ -35,7 +35,10 @@ TINY = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Kernels are slow in the interpreter, and skipped where there is not even that."""
+    """Kernels are slow in the interpreter, and skipped where there is not even that. Long tests are slow."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
     kernels = [item for item in items if item.get_closest_marker("kernels")]
     for item in kernels:
         if not kernels_run():

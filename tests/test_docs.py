@@ -85,7 +85,7 @@ def test_the_readme_quotes_the_recorded_speeds() -> None:
     assert quoted == pytest.approx(recorded, abs=0.0501)  # one decimal
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("row", [name for name, row in DEMO.items() if "run" in row])
 def test_the_demo_gives_the_recorded_accuracy(row: str, tmp_path: Path) -> None:
     """Trained rows differ between CPUs and seeds; their range is recorded beside them."""

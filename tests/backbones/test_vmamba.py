@@ -329,7 +329,7 @@ def test_use_checkpoint_switches_checkpointing_on():
     assert all(stage.grad_checkpointing for stage in on_meta("vmamba_nano", use_checkpoint=True).layers)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["vmamba", "vanilla_vmamba_nano"])
 def test_compiles_as_one_graph(name):
     model = lively(name, **TINY)

@@ -72,7 +72,7 @@ def test_ratios_of_ways_to_wait() -> None:
     assert set(SHORT.ways) < set(WAYS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_busy_measures_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mambacl.bench.busy, "START_SECONDS", 0)
     result = mambacl.bench.busy.measure(Effort(1, 0.0, images=1, ways=(SPINNING, "passive")))

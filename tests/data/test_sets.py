@@ -89,7 +89,10 @@ def test_a_small_tree_made_from_the_real_list(tmp_path: Path, name: str, folder:
 
 
 @needs_lists
-@pytest.mark.parametrize(("name", "folder"), [("imagenet-r", "imagenet-r"), ("domainnet-s200", "")])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("imagenet-r", "imagenet-r"), pytest.param("domainnet-s200", "", marks=pytest.mark.long)],
+)
 def test_a_whole_tree_made_from_the_real_list(
     tmp_path: Path, name: str, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
