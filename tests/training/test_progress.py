@@ -11,7 +11,7 @@ import mambacl
 from mambacl.log import logger
 from mambacl.training.display import FIRST, LATER, Lines, ProgressFile, make_view
 from mambacl.training.folder import RunFolder
-from mambacl.training.progress import COST, Progress, State, duration, seconds_left
+from mambacl.training.progress import COST, Progress, State, seconds_left
 
 
 class Clock:
@@ -51,13 +51,6 @@ def test_a_phase_that_was_not_measured_is_estimated_by_its_cost() -> None:
     assert seconds_left({"evaluate": 7}, {"train": 10.0}, {"train": 30.0}) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "seconds, text", [(0.4, "0:00"), (42, "0:42"), (725, "12:05"), (11220, "3:07:00"), (-3, "0:00")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 def test_batches_are_counted_and_can_be_read_twice() -> None:
     clock, kept = Clock(), Kept()
     progress = Progress("m", {"covariance": 12, "evaluate": 6}, clock)
@@ -72,6 +65,15 @@ def test_batches_are_counted_and_can_be_read_twice() -> None:
     assert last.done == last.of == 12 and last.phase == "decomposing"
     assert last.left == pytest.approx(6 * 3.0 / 12 / COST["covariance"]) and last.elapsed == 3.0
     assert len(list(batches)) == 3
+
+
+def test_work_with_a_deadline_has_the_time_until_then() -> None:
+    view, progress = Kept(), Progress("", {"train": 100}, clock=Clock())
+    progress.views, progress.deadline = [view], lambda: 42.0
+    progress.phase("train", "training", of=10, epoch=3)
+    progress.line("epoch 3")
+    assert view.states[-1].left == 42.0 and view.states[-1].place() == "epoch 3 training 0/10"
+    assert view.texts == ["epoch 3  0:42 left"]
 
 
 def test_a_bar_shows_a_share_only_if_the_rest_is_known() -> None:

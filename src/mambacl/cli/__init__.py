@@ -85,9 +85,9 @@ def _dispatch(arguments: list[str]) -> int:
         print("\n".join(candidates(COMMANDS, arguments[1:])))
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
+        from mambacl import __version__
 
-        print(f"mambacl {version('mambacl')}")
+        print(f"mambacl {__version__}")
         return 0
     first, second = arguments[0], " ".join(arguments[:2])
     if second in COMMANDS:  # such as `data check`

@@ -23,6 +23,7 @@ from mambacl.deploy.capacity import Capacity, capacity_of
 from mambacl.deploy.class_folders import ClassFolder, open_folder
 from mambacl.deploy.comparing import Show, TestImage
 from mambacl.deploy.comparison import Comparison, Limits, read_limits
+from mambacl.deploy.hub_files import refuse_address
 from mambacl.deploy.loading import from_run
 from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.task_work import TaskWork, nbytes
@@ -118,6 +119,7 @@ def learn(
     (one per line), a folder with images of its kind to `protect`, and a folder `out` for the run that this makes;
     `options` are those of the run, as for `train`.
     """
+    refuse_address(run)
     bounds = _bounds(limits)
     where = pick_device(device)
     own = _Options(more, test, bounds, unbalanced, dry_run, skip_bad, where, show)

@@ -7,11 +7,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from mambacl.log import logger
-from mambacl.training.progress import Progress, State, View, duration
+from mambacl.status import duration, hidden
+from mambacl.training.progress import Progress, State, View
 
 if TYPE_CHECKING:
     from mambacl.training.folder import RunFolder
@@ -67,6 +68,8 @@ class Live:
             console=Console(stderr=True),
         )
         self.bar = self.bars.add_task("", total=1.0, title=title)
+        self.alone = ExitStack()
+        self.alone.enter_context(hidden())
         self.bars.start()
 
     def show(self, state: State) -> None:
@@ -87,6 +90,7 @@ class Live:
 
     def close(self) -> None:
         self.bars.stop()
+        self.alone.close()
 
 
 class ProgressFile:
