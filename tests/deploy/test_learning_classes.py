@@ -227,6 +227,8 @@ def test_a_dry_run_says_what_would_happen(run: Path, photos: Path) -> None:
     before = contents(run)
     plan = mambacl.learn(run, photos / "new" / "train", dry_run=True)
     assert contents(run) == before and plan.dry_run and plan.seconds > 0
+    assert plan.memory_bytes > 0 and plan.disk_bytes > 0
+    assert plan.capacity is not None and "No task takes room from the next" in plan.capacity.describe()
     done = mambacl.learn(run, photos / "new" / "train")
     assert (plan.task, plan.new, plan.images, plan.classes) == (done.task, done.new, done.images, done.classes)
     assert plan.state_bytes == done.state_bytes

@@ -279,12 +279,15 @@ def _csv(answers: Answers) -> str:
 
 def _table(answers: Answers) -> str:
     """One line per image and class; an unknown image is marked."""
+    from mambacl.reports.rendering import columns_of, pad
+
     good = [(file, answer) for file, answer in answers if not isinstance(answer, UserError)]
-    wide = max((len(str(file)) for file, _ in good), default=0)
-    long = max((len(name) for _, answer in good for name in answer.classes), default=0)
+    wide = max((columns_of(str(file)) for file, _ in good), default=0)
+    long = max((columns_of(name) for _, answer in good for name in answer.classes), default=0)
     lines = []
     for file, answer in good:
         for place, (name, value) in enumerate(zip(answer.classes, answer.probabilities, strict=True)):
             note = "  unknown" if answer.unknown and place == 0 else ""
-            lines.append(f"{'' if place else file!s:{wide}}  {name:{long}}  {value:6.1%}{note}")
+            shown = pad("" if place else str(file), wide)
+            lines.append(f"{shown}  {pad(name, long)}  {value:6.1%}{note}")
     return "".join(f"{line}\n" for line in lines)
