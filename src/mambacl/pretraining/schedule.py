@@ -67,8 +67,8 @@ class ByClock:
         every: int = 1,
         wait: Callable[[], object] = lambda: None,
     ) -> None:
-        self._clock, self._now = clock, clock()
-        self._began, self._end = self._now - spent, self._now - spent + seconds
+        self._clock, self._began, self._end = clock, clock() - spent, clock() - spent + seconds
+        self._now = self._end - seconds + spent
         self._done, self._settled_at, self._every, self._wait = done, math.inf, every, wait
         self._calls, self._read = 0, done
 
