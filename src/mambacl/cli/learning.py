@@ -149,7 +149,7 @@ def _summary(done: Learning) -> str:
             f"The model has {done.classes} classes, its state {size}.",
             *notes,
         ]
-    return " ".join(sentence for sentence in sentences if sentence)
+    return "\n".join(sentences)
 
 
 def megabytes(count: int) -> str:

@@ -74,15 +74,17 @@ def _compare_with_paper(
     records: list[Any],
 ) -> None:
     from mambacl.paper.comparison import MetricNames, compare_with_paper
-    from mambacl.paper.page import as_table, long_csv, write_paper_table
-    from mambacl.reports.rendering import to_latex, to_markdown, to_text
+    from mambacl.paper.page import as_table, as_text, long_csv, write_paper_table
+    from mambacl.reports.rendering import to_latex, to_markdown
     from mambacl.reports.writing import RUNS, remembered, report_folder, write_files
 
     compared = compare_with_paper(table, records, MetricNames(**{key: name for key, name in metrics.items() if name}))
     if format == "csv":
         print(long_csv(compared), end="")
+    elif format == "text":
+        print(as_text(compared))
     else:
-        print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[format](as_table(compared)))
+        print({"markdown": to_markdown, "latex": to_latex}[format](as_table(compared)))
     if records or out:  # the paper's values alone are only printed
         folders, page = [record.folder for record in records], f"paper-{table}.html"
         target = report_folder(out, folders, page, overwrite)

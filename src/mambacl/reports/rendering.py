@@ -33,11 +33,12 @@ def terminal_width() -> int:
     return min(200, max(60, shutil.get_terminal_size((120, 24)).columns))
 
 
-def to_text(table: Table, width: int = 120) -> str:
+def to_text(table: Table, width: int | None = None) -> str:
     """Aligned columns for a terminal, with the notes below.
 
-    Columns that exceed the width follow in further blocks, which repeat the first column.
+    Columns that exceed the width, by default the terminal's, follow in further blocks, which repeat the first column.
     """
+    width = width or terminal_width()
     titles = [_one_line(column.title) for column in table.columns]
     heads = [textwrap.wrap(title, 12, break_long_words=False, break_on_hyphens=False) or [""] for title in titles]
     cells = [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
