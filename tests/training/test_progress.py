@@ -9,7 +9,7 @@ from small_run import CONFIG
 
 import mambacl
 from mambacl.log import logger
-from mambacl.training.display import FIRST, LATER, Lines, ProgressFile, make_view
+from mambacl.training.display import FIRST, LATER, Lines, Live, ProgressFile, make_view
 from mambacl.training.folder import RunFolder
 from mambacl.training.progress import COST, Progress, State, seconds_left
 
@@ -79,6 +79,21 @@ def test_work_with_a_deadline_has_the_time_until_then() -> None:
 def test_a_bar_shows_a_share_only_if_the_rest_is_known() -> None:
     assert State(elapsed=30.0, left=10.0).share() == 0.75
     assert State(elapsed=30.0).share() == 0.0
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_a_bar_keeps_to_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    live = Live("mamba-cl")
+    try:
+        live.show(State("", "training", 3, 10, 2, 20, 640, 2500, 0.1234, 0.87, elapsed=4000, left=12000))
+        with live.bars.console.capture() as shown:
+            live.bars.console.print(live.bars.make_tasks_table(live.bars.tasks))
+    finally:
+        live.close()
+    [line] = shown.get().splitlines()
+    assert "25%" in line and "1:06:40, 3:20:00 left task 3/10" in line
+    assert ("loss 0.1234 accuracy 87.0%" in line) == (columns == 140)
 
 
 def test_a_log_file_gets_few_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,13 +59,15 @@ class Live:
             def render(self, task: object) -> Text:
                 return Text(times())
 
+        console = Console(stderr=True)
+        self.wide = 20 if console.width > 100 else 8
         self.bars = Bars(
             TextColumn("{task.fields[title]}", markup=False),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=self.wide),
             TextColumn("{task.percentage:3.0f}%"),
             Times(),
             TextColumn("{task.description}", markup=False),
-            console=Console(stderr=True),
+            console=console,
         )
         self.bar = self.bars.add_task("", total=1.0, title=title)
         self.alone = ExitStack()
@@ -76,7 +78,9 @@ class Live:
         self.share = max(self.share, state.share())  # an estimate that grows must not move the bar back
         self.state, self.at = dataclasses.replace(state), time.monotonic()
         words = f"{state.place()} {state.figures()}".strip()
-        self.bars.update(self.bar, completed=self.share, description=words)
+        columns = (self.title, " " * self.wide, "100%", self.times(), "")
+        room = max(0, self.bars.console.width - len(" ".join(columns)) - 1)  # rich would break the line
+        self.bars.update(self.bar, completed=self.share, description=words[:room])
 
     def times(self) -> str:
         """Time passes while a single call computes, too."""
