@@ -104,7 +104,7 @@ def compare(
         if file is not None and not file.parent.is_dir():
             raise UserError(f"The folder {file.parent} for {option} does not exist: create it, or choose another.")
     bounds = chosen_limits(own, limits)
-    with working("loading the models", "measuring the speed") as show:
+    with working("loading the models", "comparing them") as show:
         from mambacl.deploy import compare as compare_models
 
         found = compare_models(old, new, test, device=device, batch_size=batch_size, show=show)
