@@ -5,7 +5,7 @@ The names below are imported on first use, so that `import mambacl` is fast.
 
 from typing import TYPE_CHECKING, Any
 
-from mambacl.lazy import attributes
+from mambacl.lazy import attributes, own_version
 
 if TYPE_CHECKING:
     from mambacl.backbones import create_model, list_models
@@ -80,12 +80,7 @@ def list_classifiers() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("mambacl")
-        except PackageNotFoundError:  # its folder is on the path, but it is not installed
-            return "0+unknown"
+        return own_version()
     if name == "report":
         from mambacl.reports import write_report
 

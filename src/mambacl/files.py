@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING
 
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.status import counted, status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,7 @@ try:
 except ImportError:  # Windows, where locks have no effect
     fcntl = None  # type: ignore[assignment]
 
+BLOCK = 1 << 20  # bytes that are read at once
 PART = ".mambacl-part"  # the name of a file while it is written
 CHECKSUM, ALIAS = "mambacl.checksum", "mambacl.same."
 NO_CHECKSUM = "crc32-of-all not-known-"
@@ -93,7 +95,7 @@ def write_stream(path: Path, source: IO[bytes]) -> None:
     make_folder(path.parent)
     try:
         with replacing(path, path.parent / PART, sync=False) as temporary, open(temporary, "wb") as out:
-            shutil.copyfileobj(source, out, 1 << 20)
+            shutil.copyfileobj(source, out, BLOCK)
     except OSError as error:
         raise disk_error(error, path) from None
 
@@ -170,7 +172,7 @@ def _lock(lock: Path, busy: str | None) -> int | None:
 def has_checksum(path: Path, checksum: str, content: str = "") -> bool:
     """Whether a file has a checksum such as 'sha256:...', or its content, unpacked if the name ends in .gz, has the
     checksum `content`."""
-    with open(path, "rb") as file:
+    with status(f"checking {path.name}"), open(path, "rb") as file:
         if _digest(file, checksum) == checksum:
             return True
     if not content:
@@ -185,7 +187,7 @@ def has_checksum(path: Path, checksum: str, content: str = "") -> bool:
 def _digest(file: IO[bytes] | gzip.GzipFile, like: str) -> str:
     kind = like.partition(":")[0]
     digest = hashlib.new(kind, usedforsecurity=False)
-    while block := file.read(1 << 20):
+    while block := file.read(BLOCK):
         digest.update(block)
     return f"{kind}:{digest.hexdigest()}"
 
@@ -248,7 +250,9 @@ def _fetch(url: str, part: Path, begun: int) -> int | None:
         require_space(part.parent, int(length or 0))
         try:
             with open(part, "ab" if continued else "wb") as out:
-                shutil.copyfileobj(response, out, 1 << 20)
+                blocks = iter(lambda: response.read(BLOCK), b"")
+                for block in counted(blocks, -(-int(length or 0) // BLOCK), "MiB"):
+                    out.write(block)
         except OSError as error:
             raise disk_error(error, part) from None
     return None if length is None else int(length) + (begun if continued else 0)

@@ -1,4 +1,5 @@
-"""Packages whose names are imported on first use, so that checking an option does not import PyTorch."""
+"""Packages whose names are imported on first use, so that checking an option does not import PyTorch. What can be known
+of them without importing them."""
 
 import ast
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,16 @@ def members(package: str, file: str, besides: Collection[str]) -> dict[str, str]
     stems = sorted(path.stem for path in Path(file).parent.glob("*.py"))
     chosen = [stem for stem in stems if stem not in ("__init__", *besides)]
     return {stem.replace("_", "-"): f"{package}.{stem}" for stem in chosen}
+
+
+def own_version() -> str:
+    """The version of this package."""
+    from importlib.metadata import PackageNotFoundError, version  # late: importing this is slow
+
+    try:
+        return version("mambacl")
+    except PackageNotFoundError:  # its folder is on the path, but it is not installed
+        return "0+unknown"
 
 
 def constant(module: str, name: str) -> Any:

@@ -6,6 +6,8 @@ Importing the package installs no handler.
 import logging
 import sys
 
+from mambacl.status import erase
+
 logger = logging.getLogger("mambacl")
 if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
@@ -15,6 +17,7 @@ def _shown(record: logging.LogRecord) -> bool:
     """Whether a handler shows the record; if not, prints it."""
     if logger.hasHandlers():
         return True
+    erase()
     print(logging.Formatter("%(message)s").format(record), file=sys.stderr)
     return False
 

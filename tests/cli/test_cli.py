@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from cli_help import fails
 from small_run import CONFIG
 
+import mambacl
 from mambacl.cli import SPINS, main
 
 
@@ -229,6 +231,17 @@ def test_python_m_mambacl() -> None:
 
 
 @pytest.mark.slow
+def test_the_version_needs_no_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mambacl {mambacl.__version__}\n"
+
+    def not_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", not_installed)
+    assert main(["--version"]) == 0 and capsys.readouterr().out == "mambacl 0+unknown\n"
+
+
 def test_importing_the_package_is_cheap() -> None:
     code = (
         "import sys, mambacl; assert 'torch' not in sys.modules; mambacl.selective_scan; assert 'torch' in sys.modules"

@@ -31,6 +31,8 @@ REFUSED = [
     ["compare", "nowhere", "nowhere"],
     ["serve", "nowhere"],
     ["push", "nowhere", "ada/flowers"],
+    ["predict", "hf://flowers", "a.png"],
+    ["learn", "hf://ada/flowers", "--new", "photos"],
     ["resume", "nowhere", "--device", "tpu"],
     ["report", "--all"],
     ["paper", "nothing"],

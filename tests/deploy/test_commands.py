@@ -145,14 +145,3 @@ def test_mistakes_get_one_sentence(run: str, photos: Path, capsys: pytest.Captur
         (["export", run, "--out", str(tmp_path / "model.onnx")], "end in .safetensors"),
     ):
         assert sentence in fails(capsys, *words), words
-
-
-def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from mambacl.cli import progress
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    ticks = iter(range(100))
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: float(next(ticks)))
-    assert list(progress.with_progress(range(6), 6)) == list(range(6))
-    err = capsys.readouterr().err
-    assert "3 of 6 images, 4 s left" in err and err.endswith(progress.ERASE)

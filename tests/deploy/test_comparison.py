@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mambacl.deploy.comparison import ClassPairs, Comparison, Flip, Limits, Side, read_limits
-from mambacl.deploy.comparison_page import as_page, as_text
+from mambacl.deploy.comparison_page import as_page, as_text, summary_table
 from mambacl.deploy.paired import Pairs
 from mambacl.errors import UserError
+from mambacl.reports.rendering import to_text
 
 OLD = Side("old", "analytic", "nano", 2, 0.8, 0.1, images_per_second=100.0, bytes=2_000_000)
 NEW = Side("new", "analytic", "nano", 3, 0.7, 0.05, images_per_second=80.0, bytes=3_000_000)
@@ -100,6 +101,12 @@ def test_the_page_shows_the_figures_and_escapes_names() -> None:
     assert "blocks.1" in html and "3.000%" in html and "5 of 200" in html
     html = as_page(dataclasses.replace(FOUND, drift=None, flips=(), unreadable=("a.png is empty",)), [], limited=True)
     assert "within the limits" in html and "different backbones" in html and "a.png is empty" in html
+
+
+def test_the_summary_fits_a_terminal_of_80_columns() -> None:
+    table = to_text(summary_table(FOUND), 80).split("Old classes:")[0]
+    assert max(map(len, table.splitlines())) <= 80 and table.count("accuracy on old classes") == 1
+    assert "points (95%: " in table and "; p = " in table
 
 
 def test_the_text_shows_the_classes_that_fell_most() -> None:

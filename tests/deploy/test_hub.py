@@ -1,6 +1,7 @@
 """push and pull with the real library of the Hugging Face Hub, against a small server on this machine."""
 
 import dataclasses
+import json
 import pickle
 import re
 import shutil
@@ -18,6 +19,7 @@ import mambacl
 from mambacl.cli import main
 from mambacl.deploy.description import Description
 from mambacl.deploy.model_card import front_matter, model_card
+from mambacl.deploy.serve_options import ServeOptions
 from mambacl.errors import UserError
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -55,6 +57,56 @@ def test_a_pushed_model_comes_back_as_it_was(run: Path, hub: Hub, capsys: pytest
     answers = mambacl.load(run, "cpu").predict(images)
     for model in ("clothes.safetensors", "hf://ada/clothes", "hf://ada/clothes@v1", f"hf://ada/clothes@{oid}"):
         assert mambacl.load(model, "cpu").predict(images) == answers
+
+
+@pytest.fixture
+def photos(tmp_path: Path, run: Path) -> Path:
+    from PIL import Image
+
+    name = mambacl.load(run, "cpu").classes[0]
+    (tmp_path / "photos" / name).mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (20, 20), (80 * number, 30, 60)).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def test_commands_take_an_address(run: Path, hub: Hub, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(run), "ada/clothes", "--tag", "v1"]) == 0
+    capsys.readouterr()
+    answers = []
+    for model in (str(run), "hf://ada/clothes", "hf://ada/clothes@v1"):
+        assert main(["predict", model, str(photos), "--csv", "--device", "cpu"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0].count("\n") == 4 and len(set(answers)) == 1
+    words = ["compare", str(run), "hf://ada/clothes", "--test", str(photos), "--max-drop", "0", "--device", "cpu"]
+    assert main([*words, "--json", "found.json"]) == 0
+    found = json.loads(Path("found.json").read_text())
+    assert found["new"]["path"] == "hf://ada/clothes" and found["shared"]["lost"] == found["shared"]["gained"] == 0
+    assert main(["export", "hf://ada/clothes", "--to", "pt2", "--images", str(photos)]) == 0
+    assert Path("clothes.pt2").is_file()
+
+
+def test_where_an_address_cannot_do_it_is_one_sentence(
+    run: Path, hub: Hub, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, sentence in (
+        (["learn", "hf://ada/clothes", "--new", str(photos)], "give the run folder that it was pushed from"),
+        (["rollback", "hf://ada/clothes", "--task", "1"], "give the run folder that it was pushed from"),
+        (["export", "hf://ada/clothes"], "get it with `mambacl pull`"),
+        (["export", "hf://ada/clothes", "--to", "onnx"], "with --images FOLDER"),
+        (["predict", "hf://clothes", str(photos)], "must be OWNER/NAME"),
+        (["serve", "hf://ada/no/such", "--port", "0"], "must be OWNER/NAME"),
+        (["predict", "hf://ada/nothing", str(photos)], "ada/nothing"),
+    ):
+        assert sentence in fails(capsys, *words), words
+    with pytest.raises(UserError, match="give the run folder that it was pushed from"):
+        mambacl.learn("hf://ada/clothes", photos)
+
+
+def test_a_server_names_the_address_and_not_the_file() -> None:
+    options = ServeOptions(model="/cache/models--ada--clothes/mambacl.safetensors", name="hf://ada/clothes")
+    assert options.shown == "hf://ada/clothes" and ServeOptions(model="/home/ada/runs/mine").shown == "mine"
+    assert ServeOptions.from_text(options.as_text()) == options
 
 
 def test_a_file_is_pushed_and_a_revision_is_pulled(run: Path, hub: Hub, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from small_run import CONFIG
 import mambacl
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.deploy import learning
+from mambacl.deploy.learning import Count, hardly_recognised
 from mambacl.errors import UserError
 from mambacl.training import learned
 from mambacl.training.folder import RunFolder
@@ -227,9 +228,21 @@ def test_a_dry_run_says_what_would_happen(run: Path, photos: Path) -> None:
     before = contents(run)
     plan = mambacl.learn(run, photos / "new" / "train", dry_run=True)
     assert contents(run) == before and plan.dry_run and plan.seconds > 0
+    assert plan.memory_bytes > 0 and plan.disk_bytes > 0
+    assert plan.capacity is not None and "No task takes room from the next" in plan.capacity.describe()
     done = mambacl.learn(run, photos / "new" / "train")
     assert (plan.task, plan.new, plan.images, plan.classes) == (done.task, done.new, done.images, done.classes)
     assert plan.state_bytes == done.state_bytes
+
+
+def test_new_classes_that_are_hardly_recognised_get_a_warning() -> None:
+    after = {"ant": Count(8, 8), "bee": Count(1, 20), "cat": Count(0, 10)}
+    [words] = hardly_recognised(after, ["bee", "cat"], 10, heads=True)
+    assert "1 of 30 test images of the new classes are recognised" in words and "--classifier lda" in words
+    [words] = hardly_recognised(after, ["cat"], 10, heads=False)
+    assert "0 of 10" in words and "under the same names" in words
+    assert hardly_recognised(after, ["ant", "cat"], 10, heads=True) == []
+    assert hardly_recognised({}, ["ant"], 10, heads=True) == []  # without test images nobody knows
 
 
 def test_test_images_are_counted_before_and_after(run: Path, photos: Path, tmp_path: Path) -> None:

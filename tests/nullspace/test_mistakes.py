@@ -17,6 +17,8 @@ def test_what_is_no_batch(tiny_model) -> None:
     for wrong in (["abc"], [("abc", 3)], [3], [{"pixels": "abc"}], [[]], [images(2).numpy()]):
         with pytest.raises(UserError, match="A batch must be a tensor, a tuple that begins with one, or a mapping"):
             space.consolidate(wrong)
+    with pytest.raises(UserError, match="consolidate needs batches, got int: pass a loader"):
+        space.consolidate(3)  # type: ignore[arg-type]
     assert space.tasks == 0
 
 

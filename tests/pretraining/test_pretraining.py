@@ -1,5 +1,6 @@
 """Whole pre-trainings: what they learn, how they continue, what they export, what they refuse."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from mambacl.cli import main
 from mambacl.errors import UserError
 from mambacl.pretraining import PretrainConfig, loop, pretrain
 from mambacl.pretraining.loop import CHECKPOINT, Pretraining
+from mambacl.pretraining.schedule import ByClock
 from mambacl.training.checkpoints import Background
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import TrainingError
+from mambacl.training.progress import Progress, State
 
 LEARNS = {"epochs": 12, "batch_size": 12, "lr": 5e-3, "ema": 0.9, "mix_share": 0.2, "drop_path": 0.0,
           "jitter": 0.1, "erase": 0.1, "stream": {"dataset": NAME, "transforms": {"augment": "flip"}}}  # fmt: skip
@@ -99,6 +102,41 @@ def test_by_minutes_an_interrupted_training_uses_only_the_time_left(
     made = pretrain(clock=clock, **options)
     seconds = json.loads((made.folder / "pretraining.json").read_text())["seconds"]
     assert 60 <= seconds < 70 and clock.now < 60
+
+
+@pytest.mark.parametrize("evaluate_every, stopped", [(2, 0), (1, 2), (100, 0)])
+def test_progress_counts_all_images_of_the_training_and_its_evaluations(
+    evaluate_every: int, stopped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Progress, State]] = []
+    step = Progress.step
+
+    def noted(self: Progress, images: int) -> None:
+        step(self, images)
+        seen.append((self, dataclasses.replace(self.state)))
+
+    options = {**OPTIONS, "evaluate_every": evaluate_every, "out": str(tmp_path / "out")}
+    if stopped:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            stop_after(patch, Pretraining, "_train_epoch", stopped)
+            pretrain(**options)
+    monkeypatch.setattr(Progress, "step", noted)
+    pretrain(**options)
+    assert len({id(progress) for progress, _ in seen}) == 1 and set(seen[0][0].left.values()) == {0.0}
+    first = seen[0][1]
+    assert first.place() == f"epoch {stopped + 1}/4 training 16/64"  # 72 images: without the last, smaller batch
+    assert seen[-1][1].phase == "evaluating" and seen[-1][1].done == seen[-1][1].of == 40
+
+
+def test_by_minutes_the_time_left_is_that_of_the_clock() -> None:
+    now = [100.0]
+    schedule = ByClock(60.0, lambda: now[0], spent=10.0)
+    assert schedule.deadline() == 50.0
+    now[0] = 120.0
+    schedule.progress(1.0)
+    assert schedule.deadline() == 30.0
+    now[0] = 999.0
+    assert schedule.progress(2.0) == 1.0 and schedule.deadline() == 0.0
 
 
 def test_the_export_is_the_average_in_half_precision(tmp_path: Path) -> None:

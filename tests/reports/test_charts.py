@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from reports_help import make_run
 
-from mambacl.reports import figures, load_run, numbers
+from mambacl.reports import charts, figures, load_run, numbers
 from mambacl.reports.charts import _wide_fonts, chart
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.marks import mark, placed_marks
@@ -86,6 +86,18 @@ def test_a_long_table_is_cut_on_the_page_but_not_in_the_csv(run):
     found = chart("matrix", figures.accuracy_matrix(run), TABLE)
     assert len(found.shown.rows) == 200 and "the first 200 of 300 rows" in found.shown.notes[-1]
     assert len(rows_of(found)) == 301
+
+
+def test_without_a_font_for_names_in_other_scripts_one_sentence_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(charts.fontManager, "ttflist", [])
+    monkeypatch.setattr(charts, "findSystemFonts", list)
+    _wide_fonts.cache_clear()
+    try:
+        assert _wide_fonts() == _wide_fonts() == []
+        [sentence] = [record.message for record in caplog.records]
+        assert "PNG files of figures show boxes: install one" in sentence
+    finally:
+        _wide_fonts.cache_clear()
 
 
 def test_names_in_other_scripts_are_drawn_and_not_boxes():

@@ -13,8 +13,8 @@ from mambacl.reports.runs import load_run
 from mambacl.training.identity import EXECUTION, SEEDS, differences
 
 ELSEWHERE: dict[str, Any] = {  # the same run on another machine
-    "out": "elsewhere", "device": "cpu", "fast": False, "training.workers": 3, "training.eval_batch_size": 7,
-    "track": ["tensorboard"],
+    "out": "elsewhere", "track": ["tensorboard"], "device": "cpu", "fast": False, "training.workers": 3,
+    "training.eval_batch_size": 7,
 }  # fmt: skip
 
 

@@ -166,6 +166,13 @@ def test_text_that_is_too_wide_goes_on_in_a_further_block(seeds):
     assert table.count("mamba-cl") > 1 and "-0.0" not in to_text(Table("", (Column("x"),), ((Value(-0.01),),)))
 
 
+def test_names_in_other_scripts_stay_in_their_columns():
+    rows = (("猫", "1"), ("cafe\u0301", "22"), ("dog", "333"))  # two columns; an accent of its own takes none
+    head, rule, *lines = to_text(Table("", (Column("class", text=True), Column("n")), rows)).splitlines()[2:]
+    assert (head, rule) == ("class    n", "-----  ---")
+    assert lines == ["猫       1", "cafe\u0301    22", "dog    333"]
+
+
 # Pages
 
 

@@ -287,6 +287,10 @@ def test_from_the_command_line(
     captured = capsys.readouterr()
     assert captured.out.startswith("table,method,") and "82.0000" in captured.out
     assert (tmp_path / "comparison" / "paper-main.html").is_file() and "paper-main.html" in captured.err
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["report", "--table", "main", *folders]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Our results") and max(map(len, printed.split("accuracy, ours")[0].splitlines())) <= 100
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert main(["report", "--table", "svd"]) == 0  # the paper's values alone

@@ -55,8 +55,10 @@ def test_what_cannot_be_taken_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"The method seq-adapter of .* adds layers to the backbone"):
         train(tmp_path / "second", pretrained=str(adapters))
     assert not (tmp_path / "second").exists()
+    mambacl.load(first, "cpu").save(tmp_path / "model.safetensors")
     for given, words in (
-        (first, "is a folder; give"),
+        (first, "is a run folder: load its model with mambacl.load"),
+        (tmp_path / "model.safetensors", "is a model that `mambacl export` wrote: load it with mambacl.load"),
         (first / "checkpoints" / "task-end.safetensors", "--pretrained RUN"),
     ):
         with pytest.raises(UserError, match=words):

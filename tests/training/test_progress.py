@@ -9,9 +9,9 @@ from small_run import CONFIG
 
 import mambacl
 from mambacl.log import logger
-from mambacl.training.display import FIRST, LATER, Lines, ProgressFile, make_view
+from mambacl.training.display import FIRST, LATER, Lines, Live, ProgressFile, make_view
 from mambacl.training.folder import RunFolder
-from mambacl.training.progress import COST, Progress, State, duration, seconds_left
+from mambacl.training.progress import COST, Progress, State, seconds_left
 
 
 class Clock:
@@ -51,13 +51,6 @@ def test_a_phase_that_was_not_measured_is_estimated_by_its_cost() -> None:
     assert seconds_left({"evaluate": 7}, {"train": 10.0}, {"train": 30.0}) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "seconds, text", [(0.4, "0:00"), (42, "0:42"), (725, "12:05"), (11220, "3:07:00"), (-3, "0:00")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 def test_batches_are_counted_and_can_be_read_twice() -> None:
     clock, kept = Clock(), Kept()
     progress = Progress("m", {"covariance": 12, "evaluate": 6}, clock)
@@ -74,9 +67,33 @@ def test_batches_are_counted_and_can_be_read_twice() -> None:
     assert len(list(batches)) == 3
 
 
+def test_work_with_a_deadline_has_the_time_until_then() -> None:
+    view, progress = Kept(), Progress("", {"train": 100}, clock=Clock())
+    progress.views, progress.deadline = [view], lambda: 42.0
+    progress.phase("train", "training", of=10, epoch=3)
+    progress.line("epoch 3")
+    assert view.states[-1].left == 42.0 and view.states[-1].place() == "epoch 3 training 0/10"
+    assert view.texts == ["epoch 3  0:42 left"]
+
+
 def test_a_bar_shows_a_share_only_if_the_rest_is_known() -> None:
     assert State(elapsed=30.0, left=10.0).share() == 0.75
     assert State(elapsed=30.0).share() == 0.0
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_a_bar_keeps_to_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    live = Live("mamba-cl")
+    try:
+        live.show(State("", "training", 3, 10, 2, 20, 640, 2500, 0.1234, 0.87, elapsed=4000, left=12000))
+        with live.bars.console.capture() as shown:
+            live.bars.console.print(live.bars.make_tasks_table(live.bars.tasks))
+    finally:
+        live.close()
+    [line] = shown.get().splitlines()
+    assert "25%" in line and "1:06:40, 3:20:00 left task 3/10" in line
+    assert ("loss 0.1234 accuracy 87.0%" in line) == (columns == 140)
 
 
 def test_a_log_file_gets_few_lines(caplog: pytest.LogCaptureFixture) -> None:

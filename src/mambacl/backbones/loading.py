@@ -82,6 +82,10 @@ def read_weights(path: Path, key: str | None = None) -> tuple[dict[str, Tensor],
     """Reads a .safetensors file or a public .pth. Returns the tensors by name, without a leading "module.", and the
     foreign classes in the .pth that were made inert."""
     path = Path(path)
+    if (path / "config.yaml").is_file():
+        raise UserError(
+            f"{path} is a run folder: load its model with mambacl.load, or start another run from it with --pretrained."
+        )
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the path of a .safetensors or .pth file.")
     if not path.is_file():
@@ -143,6 +147,11 @@ def load_weights(model: nn.Module, path: Path, key: str | None = None) -> Accoun
         account.loaded.append(name)
     account.missing = [name for name in own if name not in account.loaded]
     lost = [n for n in account.missing if not n.startswith(heads) and not n.endswith("num_batches_tracked")]
+    if lost and any(name.startswith("backbone.") for name in stored):
+        raise UserError(
+            f"{path} is a model that `mambacl export` wrote: load it with mambacl.load, or start another run from it "
+            "with --pretrained RUN, the run's folder."
+        )
     if lost and any(name.startswith("method.") for name in stored):
         raise UserError(
             f"{path} holds what a run trained, without the rest of its backbone: start another run from it with "

@@ -27,6 +27,7 @@ from mambacl.cli.training import evaluate, resume, train
 from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
+from mambacl.lazy import own_version
 from mambacl.log import logger
 from mambacl.pretraining.options import PretrainConfig
 from mambacl.registry import unknown
@@ -85,9 +86,7 @@ def _dispatch(arguments: list[str]) -> int:
         print("\n".join(candidates(COMMANDS, arguments[1:])))
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"mambacl {version('mambacl')}")
+        print(f"mambacl {own_version()}")
         return 0
     first, second = arguments[0], " ".join(arguments[:2])
     if second in COMMANDS:  # such as `data check`

@@ -1,9 +1,9 @@
 """A command is a typed function; this file reads its arguments from the command line.
 
 Its positional parameters are words in order, its keyword-only parameters are options. A bool is a flag, a list is an
-option that can be repeated, a tuple is an option with several values. `**overrides` takes any option of the
-command's configuration, usually a run's, as a nested mapping. Type hints define types, constraints and help texts: see
-`mambacl.options`.
+option that can be repeated, a tuple is an option with several values, a dataclass is an option per field.
+`**overrides` takes any option of the command's configuration, usually a run's, as a nested mapping. Type hints define
+types, constraints and help texts: see `mambacl.options`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
-from mambacl.options import REQUIRED, Option, describe, is_group, is_mapping, nested, suggestion, walk
+from mambacl.options import (
+    REQUIRED,
+    Option,
+    build,
+    describe,
+    is_group,
+    is_mapping,
+    nested,
+    options_of,
+    sentences_of,
+    suggestion,
+    walk,
+)
 
 
 @cache
@@ -35,12 +47,23 @@ class Command:
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Any, Option]]:
-        """The kind of each parameter, and what it takes."""
-        hints = get_type_hints(self.function, include_extras=True)
-        return {
-            name: (parameter.kind, Option.of(name.rstrip("_"), hints[name], parameter.default))
-            for name, parameter in inspect.signature(self.function).parameters.items()
-        }
+        """The kind of each parameter, and what it takes. A group is replaced by its options."""
+        found: dict[str, tuple[Any, Option]] = {}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if name in self.groups:
+                found |= {inner: (parameter.kind, option) for inner, option in described(self.groups[name]).items()}
+            else:
+                found[name] = (parameter.kind, Option.of(name.rstrip("_"), self.hints[name], parameter.default))
+        return found
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        return get_type_hints(self.function, include_extras=True)
+
+    @cached_property
+    def groups(self) -> dict[str, type]:
+        """The parameters that are dataclasses."""
+        return {name: kind for name, kind in self.hints.items() if is_group(kind)}
 
     def of_kind(self, *kinds: Any) -> list[Option]:
         return [option for kind, option in self.parameters.values() if kind in kinds]
@@ -81,6 +104,8 @@ class Command:
     def __call__(self, arguments: Sequence[str]) -> int:
         """Returns the exit code, which is 0 if the function returns none."""
         words, given, overrides = self.read(arguments)
+        for name, kind in self.groups.items():
+            given[name] = build(kind, {inner: given.pop(inner) for inner in options_of(kind) if inner in given})
         return self.function(*self._placed(words), **given, **overrides) or 0
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
@@ -162,6 +187,15 @@ class Command:
         if words:
             raise UserError(f"mambacl {self.name} does not take '{words[0]}'. {self.see}")
         return placed
+
+
+def described(group: type) -> dict[str, Option]:
+    """The options of a dataclass, with their sentences as help texts."""
+
+    def sentence(name: str) -> str:
+        return sentences_of(group).get(name, "")
+
+    return {name: replace(option, words=partial(sentence, name)) for name, option in options_of(group).items()}
 
 
 def _typed(option: Option) -> str:

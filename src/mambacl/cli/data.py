@@ -12,6 +12,7 @@ from mambacl.files import expanded
 from mambacl.options import at_least, between
 from mambacl.registry import did_you_mean
 from mambacl.scenarios import Scenario
+from mambacl.status import erase, status
 
 if TYPE_CHECKING:
     from mambacl.data import DataSet, Domains, StreamConfig
@@ -53,7 +54,11 @@ def data_prepare(
         raise UserError("Name the folder for the data set: --root DIR.")
     from mambacl.data.preparing import missing, prepare
 
-    dataset = prepare(name, root, source or [], lists, lambda line: print(line, flush=True))
+    def say(line: str) -> None:
+        erase()
+        print(line, flush=True)
+
+    dataset = prepare(name, root, source or [], lists, say)
     print(f"{len(dataset.class_names):,} classes, {len(dataset.train.labels):,} training and "
           f"{len(dataset.test.labels):,} test images are in {root}.")  # fmt: skip
     if absent := missing(dataset):
@@ -134,7 +139,8 @@ def data_show(
     )
     dataset = open_data(dataclasses.replace(config, skip_bad=config.skip_bad or skip_bad))
     classes_of, domains = _tasks(dataset, config)
-    picture, lines = preview_tasks(dataset, classes_of, images, domains)
+    with status("drawing the images"):
+        picture, lines = preview_tasks(dataset, classes_of, images, domains)
     parts = f"{len(classes_of):,} tasks" if domains is None else f"each of {len(classes_of):,} domains"
     print(f"{dataset.name}: {len(dataset.class_names):,} classes in {parts}")
     print("\n".join(lines))

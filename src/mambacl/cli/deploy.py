@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from mambacl.cli.progress import with_progress
-from mambacl.cli.training import status
 from mambacl.config import Device
-from mambacl.deploy.comparison import Amount, Limits, Points, Rate, read_limits
+from mambacl.deploy.comparison import Limits, read_limits
+from mambacl.deploy.hub_files import check_address, is_address
 from mambacl.deploy.rows import as_row
 from mambacl.errors import UserError
-from mambacl.files import disk_error, write_bytes
+from mambacl.files import disk_error, expanded, write_bytes
 from mambacl.options import Must, at_least, build
+from mambacl.status import counted, erase, status, working
 
 if TYPE_CHECKING:
     from mambacl.deploy import Prediction
 
 STANDARD_INPUT = "-"
-Model = Annotated[Path, "a run folder, or a file from `mambacl export`"]
+Model = Annotated[str, "a run folder, a file from `mambacl export`, or hf://OWNER/NAME"]
 Answers = list[tuple[Path, "Prediction | UserError"]]
 
 
@@ -48,7 +47,7 @@ def predict(
     Exits with 1 if an image cannot be read; the others are classified all the same."""
     if json_ and csv_:
         raise UserError("--json and --csv exclude each other: choose one.")
-    _check_model(run)
+    check_model(run)
     if not image:
         raise UserError("Name the images: files, folders, or - to read file names from standard input.")
     if out is not None and not out.parent.is_dir():
@@ -60,8 +59,9 @@ def predict(
         model = load(run, device)
     answers: Answers = []
     found = model.predict_each(files, top, batch_size, unknown_below)
-    for file, answer in zip(files, with_progress(found, len(files)), strict=True):
+    for file, answer in zip(files, counted(found, len(files)), strict=True):
         if isinstance(answer, UserError):
+            erase()
             print(f"mambacl: {answer}", file=sys.stderr)
         answers.append((file, answer))
     suffix = "" if out is None else out.suffix
@@ -86,11 +86,7 @@ def compare(
     new: Model,
     *,
     test: Annotated[Path | None, "a folder with CLASS/* images, with the models' class names"] = None,
-    max_negative_flips: Annotated[Rate, "largest share of old classes' images right before, wrong now"] = None,
-    max_drop: Annotated[Points, "largest loss of accuracy on the old classes, in points"] = None,
-    max_class_drop: Annotated[Points, "largest loss of accuracy on an old class, in points"] = None,
-    max_drift: Annotated[Amount, "largest relative change of a block's output"] = None,
-    max_slowdown: Annotated[Amount, "most additional time per image: 0.2 is a fifth more"] = None,
+    own: Limits,
     limits: Annotated[Path | None, "a YAML file with these limits; the command line comes first"] = None,
     json_: Annotated[Path | None, "write all figures to this file"] = None,
     page: Annotated[Path | None, "write an HTML page to this file"] = None,
@@ -101,27 +97,15 @@ def compare(
 
     Exits with 0 if NEW is within the limits, with 1 if it is past one, and with 2 after a mistake."""
     for model in (old, new):
-        _check_model(model)
+        check_model(model)
     if test is None:
         raise UserError("Name the test images: --test FOLDER, a folder with one folder of images per class.")
     for option, file in (("--json", json_), ("--page", page)):
         if file is not None and not file.parent.is_dir():
             raise UserError(f"The folder {file.parent} for {option} does not exist: create it, or choose another.")
-    given = {
-        "max_negative_flips": max_negative_flips,
-        "max_drop": max_drop,
-        "max_class_drop": max_class_drop,
-        "max_drift": max_drift,
-        "max_slowdown": max_slowdown,
-    }
-    bounds = chosen_limits(given, limits)
-    with ExitStack() as loading:
-        loading.enter_context(status("loading the models"))
+    bounds = chosen_limits(own, limits)
+    with working("loading the models", "comparing them") as show:
         from mambacl.deploy import compare as compare_models
-
-        def show(images: Iterable[Any], total: int) -> Iterator[Any]:
-            loading.close()
-            return with_progress(images, total)
 
         found = compare_models(old, new, test, device=device, batch_size=batch_size, show=show)
     from mambacl.deploy.comparison_page import as_page, as_text
@@ -143,10 +127,10 @@ def compare(
     return 1 if broken else 0
 
 
-def chosen_limits(given: Mapping[str, Any], file: Path | None) -> Limits:
+def chosen_limits(own: Limits, file: Path | None) -> Limits:
     """The limits of the command line, and those of a file."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return build(Limits, {**(read_limits(file) if file is not None else {}), **chosen})
+    given = {name: value for name, value in asdict(own).items() if value is not None}
+    return build(Limits, {**(read_limits(file) if file is not None else {}), **given})
 
 
 def export(
@@ -163,13 +147,16 @@ def export(
 
     safetensors, which `mambacl predict` and `mambacl.load` read, takes a run. The other formats run without mambacl;
     they are written only if their scores of real images are the same, and their speed is printed beside ours."""
-    _check_model(run)
+    check_model(run)
     if to == "safetensors":
         if preprocessing or images is not None:
             raise UserError("--preprocessing and --images need another format: add --to onnx, openvino or pt2.")
-        if run.is_file():
+        if is_address(run):
+            raise UserError(f"{run} is a safetensors file already: get it with `mambacl pull`.")
+        place = expanded(run)
+        if place.is_file():
             raise UserError(f"{run} is a file, and only a run can be exported to safetensors: give a run folder.")
-        _export_safetensors(run, out or Path(f"{run.resolve().name}.{to}"), json_)
+        _export_safetensors(place, out or Path(f"{place.resolve().name}.{to}"), json_)
     else:
         _ship(run, to, out, preprocessing, images, batch_size, json_)
 
@@ -188,20 +175,19 @@ def _export_safetensors(run: Path, path: Path, as_json: bool) -> None:
 
 
 def _ship(
-    run: Path, to: str, out: Path | None, preprocessing: bool, folder: Path | None, batch: int, as_json: bool
+    run: str, to: str, out: Path | None, preprocessing: bool, folder: Path | None, batch: int, as_json: bool
 ) -> None:
-    if run.is_file() and folder is None:
+    if folder is None and (is_address(run) or expanded(run).is_file()):
         raise UserError(f"{run} is a file without images: name some to compare on with --images FOLDER.")
     with status("loading the model"):
         from mambacl.deploy import load
         from mambacl.deploy.foreign import FORMATS
         from mambacl.deploy.shipping import checked, folder_images, run_images, ship
 
-        name = run.stem if run.is_file() else run.resolve().name
-        path = out or Path(f"{name}{FORMATS[to].suffix}")
+        path = out or Path(f"{_name(run)}{FORMATS[to].suffix}")
         checked(to, path)
         model = load(run, "cpu")
-        images = run_images(run, model) if folder is None else folder_images(folder, model)
+        images = run_images(expanded(run), model) if folder is None else folder_images(folder, model)
     source = "test images of the run" if folder is None else str(folder)
     with status(f"exporting to {to}, which can take a minute"):
         done = ship(model, path, to, images, source, preprocessing=preprocessing, batch=batch)
@@ -221,6 +207,14 @@ def _ship(
         print("The run used bf16; the exported model computes in float32.")
 
 
+def _name(model: str) -> str:
+    """For a file made from it."""
+    if is_address(model):
+        return check_address(model)
+    place = expanded(model)
+    return place.stem if place.is_file() else place.resolve().name
+
+
 def _write(path: Path, text: str) -> None:
     try:
         write_bytes(path, text.encode(errors="backslashreplace"))  # as on a terminal
@@ -228,12 +222,18 @@ def _write(path: Path, text: str) -> None:
         raise disk_error(error, path) from None
 
 
-def _check_model(path: Path) -> None:
-    """Refuses a mistyped path before PyTorch is imported."""
+def check_model(model: str) -> None:
+    """Refuses a mistyped path or address before PyTorch is imported."""
+    if is_address(model):
+        check_address(model)
+        return
+    path = expanded(model)
     if not path.exists():
-        raise UserError(f"{path} does not exist: give a run folder, or a file from `mambacl export RUN`.")
+        raise UserError(
+            f"{model} does not exist: give a run folder, a file from `mambacl export RUN`, or hf://OWNER/NAME."
+        )
     if path.is_dir() and not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+        raise UserError(f"{model} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
 
 
 def _files(words: Iterable[str]) -> Iterator[Path]:
@@ -279,12 +279,15 @@ def _csv(answers: Answers) -> str:
 
 def _table(answers: Answers) -> str:
     """One line per image and class; an unknown image is marked."""
+    from mambacl.reports.rendering import columns_of, pad
+
     good = [(file, answer) for file, answer in answers if not isinstance(answer, UserError)]
-    wide = max((len(str(file)) for file, _ in good), default=0)
-    long = max((len(name) for _, answer in good for name in answer.classes), default=0)
+    wide = max((columns_of(str(file)) for file, _ in good), default=0)
+    long = max((columns_of(name) for _, answer in good for name in answer.classes), default=0)
     lines = []
     for file, answer in good:
         for place, (name, value) in enumerate(zip(answer.classes, answer.probabilities, strict=True)):
             note = "  unknown" if answer.unknown and place == 0 else ""
-            lines.append(f"{'' if place else file!s:{wide}}  {name:{long}}  {value:6.1%}{note}")
+            shown = pad("" if place else str(file), wide)
+            lines.append(f"{shown}  {pad(name, long)}  {value:6.1%}{note}")
     return "".join(f"{line}\n" for line in lines)

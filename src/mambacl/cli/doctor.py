@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from mambacl.cli.help import wrap
-from mambacl.cli.training import status
+from mambacl.status import status
 
 if TYPE_CHECKING:
     from mambacl.diagnosis import Finding

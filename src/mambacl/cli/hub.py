@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from mambacl.cli.deploy import Model, _check_model
-from mambacl.cli.training import status
+from mambacl.cli.deploy import Model, check_model
+from mambacl.status import status
 
 Repository = Annotated[str, "OWNER/NAME on the Hub"]
 
@@ -21,8 +21,8 @@ def push(
     """upload a model with a model card to the Hugging Face Hub: `mambacl push RUN ada/flowers --tag v1`
 
     Creates the repository if needed. The card has the class names, the results and the name of the data."""
-    _check_model(run)
-    with status("uploading the model"):
+    check_model(run)
+    with status("preparing the model"):
         from mambacl.deploy.hub import push as push_model
 
         address = push_model(run, repository, private=private, tag=tag)

@@ -8,28 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mambacl.cli.deploy import chosen_limits
-from mambacl.cli.progress import with_progress
-from mambacl.cli.training import RunPath, status
 from mambacl.config import Device
-from mambacl.deploy.comparison import Amount, Limits, Points, Rate
+from mambacl.deploy.comparison import Limits
+from mambacl.deploy.hub_files import refuse_address
 from mambacl.errors import UserError
+from mambacl.files import expanded
 from mambacl.options import at_least
+from mambacl.status import status, working
 
 if TYPE_CHECKING:
     from mambacl.deploy.learning import Count, Learning
 
 
 def learn(
-    run: Annotated[Path, "a run folder, or a checkpoint that was trained elsewhere"],
+    run: Annotated[str, "a run folder, or a checkpoint that was trained elsewhere"],
     *,
     new: Annotated[Path | None, "a folder with a folder of images for each class"] = None,
     more: Annotated[bool, "the folder also has images of classes that the model knows"] = False,
     test: Annotated[Path | None, "a folder like --new with test images: compare before and after"] = None,
-    max_negative_flips: Annotated[Rate, "largest share of old classes' images right before, wrong now"] = None,
-    max_drop: Annotated[Points, "largest loss of accuracy on the old classes, in points"] = None,
-    max_class_drop: Annotated[Points, "largest loss of accuracy on an old class, in points"] = None,
-    max_drift: Annotated[Amount, "largest relative change of a block's output"] = None,
-    max_slowdown: Annotated[Amount, "most additional time per image: 0.2 is a fifth more"] = None,
+    own: Limits,
     limits: Annotated[Path | None, "a YAML file with these limits; the command line comes first"] = None,
     unbalanced: Annotated[bool, "do not help classes that have few images"] = False,
     dry_run: Annotated[bool, "change nothing; estimate time, memory, disk and free capacity"] = False,
@@ -48,34 +45,27 @@ def learn(
     _check_run(run)
     if new is None:
         raise UserError("Name the folder with the new classes: --new FOLDER, which holds CLASS/* for each class.")
-    given = {
-        "max_negative_flips": max_negative_flips,
-        "max_drop": max_drop,
-        "max_class_drop": max_class_drop,
-        "max_drift": max_drift,
-        "max_slowdown": max_slowdown,
-    }
-    bounds = chosen_limits(given, limits)
-    with status("loading the model"):
+    bounds = chosen_limits(own, limits)
+    with working("loading the model", "computing") as show:
         from mambacl.deploy.learning import learn as learn_task
 
-    done = learn_task(
-        run,
-        new,
-        more=more,
-        test=test,
-        limits=bounds,
-        dry_run=dry_run,
-        unbalanced=unbalanced,
-        skip_bad=skip_bad,
-        device=device,
-        show=with_progress,
-        backbone=backbone,
-        classes=classes,
-        protect=protect,
-        out=out,
-        **options,
-    )
+        done = learn_task(
+            run,
+            new,
+            more=more,
+            test=test,
+            limits=bounds,
+            dry_run=dry_run,
+            unbalanced=unbalanced,
+            skip_bad=skip_bad,
+            device=device,
+            show=show,
+            backbone=backbone,
+            classes=classes,
+            protect=protect,
+            out=out,
+            **options,
+        )
     print(_summary(done))
     if done.comparison is not None:
         from mambacl.deploy.comparison_page import summary_table
@@ -97,7 +87,9 @@ def learn(
 
 
 def rollback(
-    run: RunPath, *, task: Annotated[int | None, "the number of the task, counting from 1", at_least(1)] = None
+    run: Annotated[str, "a run folder"],
+    *,
+    task: Annotated[int | None, "the number of the task, counting from 1", at_least(1)] = None,
 ) -> None:
     """make a run answer as it did after an earlier task, bit for bit: `mambacl rollback RUN --task 3`
 
@@ -112,9 +104,11 @@ def rollback(
     print(f"{run} answers as after task {task}, with {_some(classes)}.")
 
 
-def _check_run(run: Path) -> None:
+def _check_run(run: str) -> None:
     """Refuses a mistyped path before PyTorch is imported. A file gets a sentence about exported models later."""
-    if not run.is_file() and not (run / "config.yaml").is_file():
+    refuse_address(run)
+    place = expanded(run)
+    if not place.is_file() and not (place / "config.yaml").is_file():
         raise UserError(f"{run} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
 
 
@@ -155,7 +149,7 @@ def _summary(done: Learning) -> str:
             f"The model has {done.classes} classes, its state {size}.",
             *notes,
         ]
-    return " ".join(sentence for sentence in sentences if sentence)
+    return "\n".join(sentences)
 
 
 def megabytes(count: int) -> str:

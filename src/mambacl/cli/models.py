@@ -13,6 +13,7 @@ from mambacl.errors import UserError
 from mambacl.nullspace.settings import SETTINGS
 from mambacl.options import Must, at_least
 from mambacl.registry import did_you_mean
+from mambacl.status import status
 
 
 def plan(
@@ -35,14 +36,15 @@ def plan(
     """predict the cost of protecting a model or preset: `mambacl plan defocus_mamba_large_22k --image-size 192`
 
     Predicts the memory, the FLOPs of a projected step and the time of a decomposition, before any training."""
-    import torch
+    with status("loading PyTorch"):
+        import torch
 
-    from mambacl.backbones import create_model
-    from mambacl.nullspace import NullSpace
-    from mambacl.nullspace.plan import make_plan
-    from mambacl.ops.switch import serves
-    from mambacl.reports.plans import plan_text
-    from mambacl.training.build import pick_device
+        from mambacl.backbones import create_model
+        from mambacl.nullspace import NullSpace
+        from mambacl.nullspace.plan import make_plan
+        from mambacl.ops.switch import serves
+        from mambacl.reports.plans import plan_text
+        from mambacl.training.build import pick_device
 
     known = backbone in preset_names()
     config = resolve(backbone, {}) if known else RunConfig(backbone=backbone)
@@ -60,7 +62,8 @@ def plan(
     space = NullSpace(model, setting or config.nullspace, **changes)
     own = config.stream.tasks if isinstance(config.stream.tasks, int) else len(config.stream.tasks)
     count, where = tasks or (own if known else 10), pick_device(device)
-    made = make_plan(space, images, protected, count, None if no_calibration else where, kernels=serves(where))
+    with status("measuring this machine"):
+        made = make_plan(space, images, protected, count, None if no_calibration else where, kernels=serves(where))
     print(plan_text(made, config.backbone, size, protected, count, space.setting.storage, str(where)))
 
 
@@ -130,9 +133,10 @@ def convert(
     """convert a public checkpoint to safetensors: `mambacl convert FILE OUT.safetensors`
 
     Executes no code from the file."""
-    from mambacl.backbones import convert as convert_file
+    with status(f"converting {file}"):
+        from mambacl.backbones import convert as convert_file
 
-    account = convert_file(file, out, key)
+        account = convert_file(file, out, key)
     print(f"Tensors written to {out}: {len(account.loaded)}.")
     if account.inert:
         print(f"Foreign classes that were not executed: {', '.join(account.inert)}.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from mambacl.cli.training import status
 from mambacl.log import logger
 from mambacl.options import merge
 from mambacl.pretraining.options import from_options
+from mambacl.status import status
 
 
 def pretrain(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from mambacl.cli.training import AnotherDevice, Imports, NewRoot, RunPath, import_files
 from mambacl.errors import UserError
 from mambacl.options import at_least
+from mambacl.status import status
 
 Format = Literal["text", "markdown", "latex", "csv"]
 
@@ -42,9 +43,10 @@ def report(
     if not table and (accuracy or forgetting):
         raise UserError("--accuracy and --forgetting choose what to compare with the paper: add --table NAME.")
 
-    from mambacl.reports import comparison_table, load_run, write_report
-    from mambacl.reports.importing import import_records
-    from mambacl.reports.rendering import to_csv, to_latex, to_markdown, to_text
+    with status("writing the report"):
+        from mambacl.reports import comparison_table, load_run, write_report
+        from mambacl.reports.importing import import_records
+        from mambacl.reports.rendering import to_csv, to_latex, to_markdown, to_text
 
     imported = import_records(imports, import_method, import_benchmark)
     folders = list({path.resolve(): path for path in run}.values())
@@ -56,7 +58,8 @@ def report(
         metrics = {"accuracy": accuracy, "forgetting": forgetting}
         records = [*(load_run(path) for path in folders), *imported]
         return _compare_with_paper(table, format, out, overwrite, metrics, records)
-    page = write_report(folders, out, imported, overwrite)
+    with status("writing the report"):
+        page = write_report(folders, out, imported, overwrite)
     compared = comparison_table([*(load_run(path) for path in folders), *imported])
     print({"text": to_text, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}[format](compared))
     print(f"Report: {page}", file=sys.stderr)
@@ -71,15 +74,17 @@ def _compare_with_paper(
     records: list[Any],
 ) -> None:
     from mambacl.paper.comparison import MetricNames, compare_with_paper
-    from mambacl.paper.page import as_table, long_csv, write_paper_table
-    from mambacl.reports.rendering import to_latex, to_markdown, to_text
+    from mambacl.paper.page import as_table, as_text, long_csv, write_paper_table
+    from mambacl.reports.rendering import to_latex, to_markdown
     from mambacl.reports.writing import RUNS, remembered, report_folder, write_files
 
     compared = compare_with_paper(table, records, MetricNames(**{key: name for key, name in metrics.items() if name}))
     if format == "csv":
         print(long_csv(compared), end="")
+    elif format == "text":
+        print(as_text(compared))
     else:
-        print({"text": to_text, "markdown": to_markdown, "latex": to_latex}[format](as_table(compared)))
+        print({"markdown": to_markdown, "latex": to_latex}[format](as_table(compared)))
     if records or out:  # the paper's values alone are only printed
         folders, page = [record.folder for record in records], f"paper-{table}.html"
         target = report_folder(out, folders, page, overwrite)
@@ -99,13 +104,15 @@ def audit(
 
     Measures, block by block, how far delta, exp(delta A), delta B, C and the output have drifted since each task, on
     the images that --audit-images kept, and how much of each update fell into protected directions."""
-    from mambacl.reports import write_report
-    from mambacl.reports.audits import drift_table, updates_table
-    from mambacl.reports.rendering import to_text
-    from mambacl.training.api import audit as audit_run
+    with status("loading PyTorch"):
+        from mambacl.reports import write_report
+        from mambacl.reports.audits import drift_table, updates_table
+        from mambacl.reports.rendering import to_text
+        from mambacl.training.api import audit as audit_run
 
     import_files(import_)
-    found = audit_run(run, device, root)
+    with status("measuring the drift"):
+        found = audit_run(run, device, root)
     known = [entry["task"] + 1 for entry in found["tasks"]]
     if task is not None and task not in known:
         kept = f"it kept those of tasks {', '.join(map(str, known))}" if known else "train with --audit-images N"
@@ -118,4 +125,6 @@ def audit(
         print(to_text(updates_table(found)))
     else:
         print("No update was projected.\n")
-    print(f"Report: {write_report([run])}", file=sys.stderr)
+    with status("writing the report"):
+        page = write_report([run])
+    print(f"Report: {page}", file=sys.stderr)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated
 
-from mambacl.cli.deploy import Model, _check_model
-from mambacl.cli.training import status
+from mambacl.cli.deploy import Model, check_model
 from mambacl.config import Device
+from mambacl.deploy.hub_files import from_address, is_address
 from mambacl.errors import UserError
 from mambacl.options import Must, at_least, between
+from mambacl.status import status
 
 MOST_PIXELS = 178_956_970  # Pillow refuses larger images
 Positive = Must("be finite and more than 0", lambda value: 0 < value < float("inf"))
@@ -32,15 +33,21 @@ def serve(
     """answer over HTTP, with a page to drop images on: `mambacl serve RUN --port 8000`
 
     POST images to /predict. A newer task of the run, or a rollback, is picked up without a lost request."""
-    _check_model(run)
+    check_model(run)
     require("serve", "fastapi", "uvicorn", "python_multipart")
     from mambacl.deploy.serve_options import ServeOptions
     from mambacl.deploy.serving import bound
     from mambacl.deploy.serving import serve as serve_until_stopped
     from mambacl.diagnosis import usable_cores
 
+    if is_address(run):
+        with status("downloading the model"):
+            file = str(from_address(run))
+    else:
+        file = run
     options = ServeOptions(
-        model=str(run),
+        model=file,
+        name=run,
         device=device,
         threads=threads or max(1, usable_cores() // workers),
         workers=workers,

@@ -7,8 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -19,11 +18,11 @@ from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.options import at_least, merge
 from mambacl.scenarios import Scenario
+from mambacl.status import status
 
 if TYPE_CHECKING:
     from mambacl.training.api import Run
 
-ERASE = "\r\x1b[2K"
 REPORTS_AFTER = 10.0  # seconds until the report's code is imported
 RunPath = Annotated[Path, "a run folder"]
 AnotherDevice = Annotated[Device | None, "use another device than the run's: cpu, cuda, cuda:N"]
@@ -92,19 +91,6 @@ def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-@contextmanager
-def status(words: str) -> Iterator[None]:
-    """Shows a temporary line on a terminal while the user waits. Prints nothing elsewhere."""
-    live = sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
-    if live:
-        print(f"{ERASE}{words} ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if live:
-            print(ERASE, end="", file=sys.stderr, flush=True)
-
-
 def _loaded(work: list[str]) -> Callable[..., Run]:
     """Returns `mambacl.train`. Announces the work first, because importing PyTorch takes seconds."""
     for words in work:
@@ -130,16 +116,17 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
         from mambacl.training.folder import RunFolder
         from mambacl.training.tracking import attach_report
 
-    for run in runs:
+    for number, run in enumerate(runs, start=1):
         started = time.perf_counter()
-        with status("writing the report"):
+        with status(f"writing report {number} of {len(runs)}"):
             page = write_report([run.folder])
         if run.trained:
             RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
             attach_report(RunFolder(run.folder), Path(page))
     if len(runs) > 1:
         folders = [run.folder for run in runs]
-        page = write_report(folders, report_folder(comparison, folders, numbered=True))
+        with status("writing the comparison"):
+            page = write_report(folders, report_folder(comparison, folders, numbered=True))
     print(to_text(comparison_table([load_run(run.folder) for run in runs])))
     print(f"\nReport: {page}")
 

@@ -12,6 +12,7 @@ from mambacl.data.dataset import DataSet
 from mambacl.data.images import FileImages, Images, in_threads
 from mambacl.data.sets import SOURCES
 from mambacl.errors import UserError
+from mambacl.status import counted
 
 REMEDIES = {
     "missing": "restore them, or remove them from the list; --skip-bad trains without them",
@@ -85,7 +86,7 @@ def check_dataset(dataset: DataSet, name: str, tasks: Sequence[Sequence[int]] | 
     for split, images in (("train", dataset.train), ("test", dataset.test)):
         content[split] = []
         read = in_threads(partial(_read, images), range(len(images.labels)))
-        for index, (digest, trouble) in enumerate(read):
+        for index, (digest, trouble) in enumerate(counted(read, len(images.labels), f"{split} images")):
             content[split].append(digest)
             if trouble is not None:
                 sentence = trouble.rpartition(": ")[0]  # the finding states the remedy once

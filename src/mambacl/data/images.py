@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from mambacl.errors import UserError
+from mambacl.status import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,12 +112,12 @@ class DecodedImages:
     def check(self) -> None:
         """Decodes every image, to find bad ones before training starts."""
         if not self.checked:
-            for _ in in_threads(self.image, range(len(self.labels))):
+            for _ in counted(in_threads(self.image, range(len(self.labels))), len(self.labels), "images checked"):
                 pass
 
     def bad(self) -> dict[int, str]:
         """What is wrong with the images that cannot be read, by index."""
-        found = in_threads(self.try_image, range(len(self.labels)))
+        found = counted(in_threads(self.try_image, range(len(self.labels))), len(self.labels), "images checked")
         return {index: trouble for index, trouble in enumerate(found) if isinstance(trouble, str)}
 
 

@@ -22,6 +22,7 @@ from mambacl.data.sets import SOURCES, Download, Source, open_dataset
 from mambacl.errors import UserError
 from mambacl.files import download, expanded, locked, make_folder, require_space, write_stream
 from mambacl.registry import did_you_mean
+from mambacl.status import counted
 
 Say = Callable[[str], None]
 
@@ -185,7 +186,7 @@ def unpack(archive: Path, folder: Path) -> tuple[int, int]:
         wanted = [(target(folder, name, archive), size) for name, size, _ in members(archive)]
         refuse_others(wanted, archive)  # before the first file is written
         require_space(folder, sum(size for path, size in wanted if not path.exists()))
-        for name, _, opened in members(archive):
+        for name, _, opened in counted(members(archive), len(wanted), "files"):
             path = target(folder, name, archive)
             if path.exists():
                 present += 1

@@ -20,7 +20,7 @@ class Capacity:
     """that the size of its state was planned for; None if it was not"""
 
     def describe(self) -> str:
-        """One or two sentences; empty if there is no limit to speak of."""
+        """One or two sentences."""
         if self.free:
             least = min(self.free, key=self.free.__getitem__)
             full = sum(share < LITTLE for share in self.free.values())
@@ -33,7 +33,7 @@ class Capacity:
             past = self.classes > self.expected_classes
             more = ", so that its state grows beyond its limit" if past else ""
             return f"Its size was planned for {self.expected_classes} classes{more}."
-        return ""
+        return "No task takes room from the next: nothing is protected, and the state grows only with the classes."
 
 
 def capacity_of(method: Method, classes: int) -> Capacity:

@@ -25,15 +25,15 @@ class Limits(Options):
     """What an update may cost; null is no limit."""
 
     max_negative_flips: Rate = None
-    """share of the old classes' images that were right before and are wrong now"""
+    """largest share of old classes' images right before, wrong now"""
     max_drop: Points = None
-    """loss of accuracy on the old classes, in points"""
+    """largest loss of accuracy on the old classes, in points"""
     max_class_drop: Points = None
-    """loss of accuracy on any one old class, in points"""
+    """largest loss of accuracy on an old class, in points"""
     max_drift: Amount = None
-    """relative change of any block's output"""
+    """largest relative change of a block's output"""
     max_slowdown: Amount = None
-    """additional time per image, relative to the old model: 0.2 is a fifth more"""
+    """most additional time per image: 0.2 is a fifth more"""
 
 
 def read_limits(path: str | Path) -> dict[str, Any]:

@@ -36,12 +36,12 @@ def summary_table(found: Comparison) -> Table:
     megabytes = 1e6
     rows = (
         ("accuracy on old classes", _share(shared.old_accuracy), _share(shared.new_accuracy),
-         f"{points(shared.change)} points, 95% interval {points(low)} to {points(high)}"),
+         f"{points(shared.change)} points (95%: {points(low)} to {points(high)})"),
         ("accuracy on all classes", _share(found.all.old_accuracy), _share(found.all.new_accuracy),
          f"{points(found.all.change)} points"),
         ("negative flips", "", f"{shared.lost} of {shared.images}", _share(shared.negative_flip_rate)),
         ("positive flips", "", f"{shared.gained} of {shared.images}",
-         f"{_share(shared.positive_flip_rate)}; McNemar's exact test: {_p_value(shared)}"),
+         f"{_share(shared.positive_flip_rate)}; {_p_value(shared)}"),
         ("largest drift of a block", "", "", _largest_drift(found)),
         ("mean confidence", _share(old.confidence), _share(new.confidence),
          f"{points(new.confidence - old.confidence)} points"),
@@ -55,7 +55,7 @@ def summary_table(found: Comparison) -> Table:
     )  # fmt: skip
     notes = [
         "Old classes: those that both models know. Flips, confidence and calibration are on their images.",
-        "A negative flip was right before and is wrong now; a positive flip is the opposite.",
+        "A negative flip was right before and is wrong now; a positive flip is the opposite. p: McNemar's exact test.",
     ]
     if found.untested:
         notes.append(

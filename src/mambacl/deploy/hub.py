@@ -12,6 +12,7 @@ from mambacl.deploy.model_card import model_card
 from mambacl.deploy.model_file import read_description
 from mambacl.errors import UserError
 from mambacl.files import disk_error, expanded, make_folder, replacing
+from mambacl.status import hidden
 
 
 def push(model: str | Path, repo: str, *, private: bool = False, tag: str | None = None) -> str:
@@ -22,7 +23,7 @@ def push(model: str | Path, repo: str, *, private: bool = False, tag: str | None
     if library.get_token() is None:
         raise UserError(f"To push to the Hub, you need a token: {LOGIN}.")
     predictor = load(model, "cpu")
-    with tempfile.TemporaryDirectory() as folder, one_sentence(repo, "write"):
+    with tempfile.TemporaryDirectory() as folder, hidden(), one_sentence(repo, "write"):  # the library has its own bar
         file = Path(folder) / FILE
         predictor.save(file)
         at = api()

@@ -1,7 +1,7 @@
 """Files on the Hugging Face Hub, and its errors as sentences. Needs the extra `hub`.
 
 A model has a file name that nobody else uses. Other files are never loaded: a checkpoint from elsewhere can run code
-when it is unpickled.
+when it is unpickled. Imports PyTorch only to read a file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from mambacl.deploy.model_file import read_description
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.status import hidden
 
 FILE = "mambacl.safetensors"
 SCHEME = "hf://"
@@ -25,9 +25,11 @@ NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def downloaded(repo: str, revision: str | None = None) -> Path:
     """The model's file in the Hub's cache on this machine."""
+    from mambacl.deploy.model_file import read_description
+
     hub("pull")
     check_name(repo)
-    with one_sentence(repo, "read", revision):
+    with hidden(), one_sentence(repo, "read", revision):  # the library has its own bar
         path = _newest_or_cached(repo, revision)
     read_description(path, f"{FILE} of {repo} is not a model that mambacl exported, and nothing of it was loaded.")
     return path
@@ -52,10 +54,32 @@ def _newest_or_cached(repo: str, revision: str | None) -> Path:
     return Path(at.hf_hub_download(repo, FILE, revision=revision))
 
 
+def is_address(model: object) -> TypeGuard[str]:
+    """Whether this is hf://OWNER/NAME or hf://OWNER/NAME@REVISION."""
+    return isinstance(model, str) and model.startswith(SCHEME)
+
+
+def check_address(address: str) -> str:
+    """Refuses what cannot be the address of a model. Returns its NAME."""
+    repo = address.removeprefix(SCHEME).partition("@")[0]
+    check_name(repo)
+    hub("pull")
+    return repo.partition("/")[2]
+
+
 def from_address(address: str) -> Path:
-    """The file of hf://OWNER/NAME or hf://OWNER/NAME@REVISION."""
+    """The model's file in the Hub's cache on this machine."""
     repo, _, revision = address.removeprefix(SCHEME).partition("@")
     return downloaded(repo, revision or None)
+
+
+def refuse_address(run: object) -> None:
+    """Refuses an address where a run folder is needed."""
+    if is_address(run):
+        raise UserError(
+            f"{run} is an exported model, which lacks the sums that it needs to learn: give the run folder that it "
+            "was pushed from."
+        )
 
 
 def hub(command: str) -> Any:

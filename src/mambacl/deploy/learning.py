@@ -23,6 +23,7 @@ from mambacl.deploy.capacity import Capacity, capacity_of
 from mambacl.deploy.class_folders import ClassFolder, open_folder
 from mambacl.deploy.comparing import Show, TestImage
 from mambacl.deploy.comparison import Comparison, Limits, read_limits
+from mambacl.deploy.hub_files import refuse_address
 from mambacl.deploy.loading import from_run
 from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.task_work import TaskWork, nbytes
@@ -118,6 +119,7 @@ def learn(
     (one per line), a folder with images of its kind to `protect`, and a folder `out` for the run that this makes;
     `options` are those of the run, as for `train`.
     """
+    refuse_address(run)
     bounds = _bounds(limits)
     where = pick_device(device)
     own = _Options(more, test, bounds, unbalanced, dry_run, skip_bad, where, show)
@@ -199,11 +201,29 @@ def _learn(folder: RunFolder, new: str | Path, own: _Options) -> Learning:
         else:
             task = LearnedTask(learned.new_file(folder), added, images, work.domain)
             _commit(folder, history, task, model.method)
+    found = hardly_recognised(judged.after, added, len(names), model.method.classifier.trains)
     done = dataclasses.replace(
         plan, images=images, seconds=seconds, skipped=given.skipped, before=judged.before, after=judged.after,
-        comparison=judged.comparison, broken=judged.broken,
+        comparison=judged.comparison, broken=judged.broken, notes=[*plan.notes, *found],
     )  # fmt: skip
     return _measured(done, model.method, own.device)
+
+
+def hardly_recognised(after: Mapping[str, Count], new: list[str], classes: int, heads: bool) -> list[str]:
+    """A warning if the new classes are recognised less often than by guessing. `heads`: the classifier is trained."""
+    right, total = (sum(getattr(after[name], key) for name in new if name in after) for key in ("right", "total"))
+    if right * classes >= total:
+        return []
+    remedy = (
+        "heads that were trained apart have scores that do not compare, so use a run whose classifier is computed from "
+        "features (--classifier lda)"
+        if heads
+        else "check that --test has images of the same kind as --new, under the same names"
+    )
+    return [
+        f"Warning: {right} of {total} test images of the new classes are recognised, fewer than by guessing among all "
+        f"{classes} classes: {remedy}."
+    ]
 
 
 def rollback(run: str | Path, task: int) -> list[str]:

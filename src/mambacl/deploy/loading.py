@@ -15,7 +15,7 @@ from mambacl.backbones.registry import MODELS
 from mambacl.config import RunConfig
 from mambacl.data.transforms import Transforms
 from mambacl.deploy.description import NO_WEIGHTS, Description
-from mambacl.deploy.hub_files import SCHEME, from_address
+from mambacl.deploy.hub_files import from_address, is_address
 from mambacl.deploy.model_file import read_model
 from mambacl.deploy.predictor import Predictor
 from mambacl.errors import UserError
@@ -34,7 +34,7 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     """The model of a run folder at the end of its latest task, or of a file from `mambacl export`, ready to predict.
     `device`: auto, cpu, cuda or cuda:N, whatever the run used. hf://OWNER/NAME or hf://OWNER/NAME@REVISION is a model
     on the Hugging Face Hub."""
-    if isinstance(path, str) and path.startswith(SCHEME):
+    if is_address(path):
         path = from_address(path)
     place = expanded(path)
     if not place.exists():

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
+
+from mambacl.deploy.hub_files import is_address
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     model: str
     """a run folder, or an exported file"""
+    name: str = ""
+    """how the user named it, such as hf://OWNER/NAME; default: its path"""
     device: str = "auto"
     threads: int = 1
     """for computing, per worker"""
@@ -29,6 +34,11 @@ class ServeOptions:
     """images that are predicted together, at most"""
     poll: float = 1.0
     """seconds between two looks for a newer model"""
+
+    @property
+    def shown(self) -> str:
+        """For clients, without folders of this machine."""
+        return self.name if is_address(self.name) else os.path.basename(os.path.abspath(self.model))
 
     def as_text(self) -> str:
         """For the environment of a worker."""

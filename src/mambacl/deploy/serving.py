@@ -116,7 +116,10 @@ def _settings(options: ServeOptions) -> dict[str, Any]:
 def _say(options: ServeOptions, listening: socket.socket, classes: int) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"http://{shown}:{port} answers with {options.model}, {classes} classes; Ctrl+C stops it.", flush=True)
+    print(
+        f"http://{shown}:{port} answers with {options.name or options.model}, {classes} classes; Ctrl+C stops it.",
+        flush=True,
+    )
 
 
 @contextmanager

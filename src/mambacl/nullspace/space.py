@@ -158,6 +158,8 @@ class NullSpace:
         """
         if isinstance(loader, Tensor) and loader.dim() <= 4:  # five dimensions: a tensor of batches
             raise UserError("consolidate needs batches, got a tensor: pass [images] or images.split(100).")
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise UserError(f"consolidate needs batches, got {type(loader).__name__}: pass a loader or a list of them.")
         with torch.inference_mode(False):
             started, memory = time.perf_counter(), self.memory
             statistics, images = self._gather(loader, forward)

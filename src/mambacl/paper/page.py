@@ -60,7 +60,7 @@ def as_table(comparison: Comparison) -> Table:
     return Table(caption, tuple(columns), tuple(rows), tuple(_notes(comparison)))
 
 
-def as_text(comparison: Comparison, width: int) -> str:
+def as_text(comparison: Comparison, width: int | None = None) -> str:
     """For a terminal: our values beside the paper's in a table that fits 80 columns, then all rows."""
     text = to_text(as_table(comparison), width)
     ours = ours_table(comparison)

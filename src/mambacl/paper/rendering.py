@@ -19,7 +19,7 @@ from mambacl.reports.charts import chart
 from mambacl.reports.figures import COLOURS, MARKERS, QUIET, frame, legend_below, styled
 from mambacl.reports.groups import departures, mean_and_deviation
 from mambacl.reports.marks import mark
-from mambacl.reports.rendering import csv_text, terminal_width, to_markdown, to_text
+from mambacl.reports.rendering import csv_text, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
 from mambacl.reports.templating import Chart
@@ -60,14 +60,14 @@ def render(name: str, found: Found, target: Path, scale: str) -> tuple[str, Path
     notes = nano_notes(name, found) if scale == "nano" and found else []
     if name not in FIGURES:
         compared = compare_with_paper(name, [record for _, record in found], notes=notes)
-        return as_text(compared, terminal_width()), write_paper_table(compared, target)
+        return as_text(compared), write_paper_table(compared, target)
     shown = points(name, found, scale)
     table, stem = figure_table(name, shown, found, notes), f"paper-{name}"
     drawn = chart(stem, (_bars if name == "pretraining" else _lines)(name, shown), table)
     files = {f"{stem}.csv": to_csv(name, shown).encode(), f"{stem}.md": to_markdown(table).encode()}
     files |= {f"{stem}.png": drawn.png, f"{stem}.html": figure_page(name, drawn).encode()}  # the page last
     write_files(target, files)
-    return to_text(table, terminal_width()), target / f"{stem}.html"
+    return to_text(table), target / f"{stem}.html"
 
 
 def nano_notes(name: str, found: Found) -> list[str]:

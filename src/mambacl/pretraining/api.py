@@ -26,6 +26,7 @@ from mambacl.pretraining.loop import CHECKPOINT, Pretraining
 from mambacl.pretraining.options import EXECUTION, PretrainConfig, from_options
 from mambacl.training.api import arithmetic, terminable
 from mambacl.training.build import check_image_size, pick_device
+from mambacl.training.display import show
 from mambacl.training.folder import EVENTS, RunFolder
 from mambacl.training.identity import flatten
 from mambacl.training.loop import TrainingError, versions
@@ -76,7 +77,9 @@ def pretrain(
         with terminable(), arithmetic(RunConfig(precision=config.precision, fast=config.fast)), _fastest_convolutions():
             job.restore()
             try:
-                job.run()
+                with show(job.progress):
+                    job.run()
+                    return _export(job)
             except KeyboardInterrupt:
                 logger.warning("Repeat the command to continue from the last checkpoint in %s.", folder.path)
                 raise
@@ -85,7 +88,6 @@ def pretrain(
             finally:
                 with suppress(OSError):  # a full disk may have stopped the training
                     job.background.wait()
-            return _export(job)
 
 
 def _existing(folder: RunFolder) -> PretrainConfig | None:

@@ -27,12 +27,14 @@ from mambacl.pretraining.schedule import ByClock, ByEpochs, Schedule, lr_factor
 from mambacl.training import checkpoints
 from mambacl.training.checkpoints import Background
 from mambacl.training.folder import RunFolder
-from mambacl.training.loop import TrainingError, without_compiler
+from mambacl.training.loop import TrainingError, peak_memory, without_compiler
+from mambacl.training.progress import Progress
 from mambacl.training.step import WARM_UP, TrainingStep, autocast
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_EVERY = 10.0  # seconds between checkpoints on a GPU, where an epoch of small images takes a second or two
 CLOCK_EVERY = 20  # steps between readings of the clock on a GPU, which must have caught up
+AT_THE_END = 3  # evaluations: of the weights, of their average, and of the exported file
 MIXING = 1  # marks the seeds of the mixing
 SETTLED = WARM_UP + 2  # steps after which kernels are compiled and the step is recorded
 UNDECAYED = ("A_log", "A_b_log", "A_logs", "dt_projs_bias", "cls_token", "pos_embed")
@@ -98,6 +100,8 @@ class Pretraining:
         self.position = Position()
         self.steps_per_epoch = max(1, stream.train_count(0) // config.batch_size)
         self._saved_at, self._saved_epoch = clock(), 0
+        self.progress = Progress(config.backbone)
+        self.progress.figures, self.progress.memory = self.step.means, lambda: peak_memory(device)
 
     def _optimizer(self) -> tuple[list[str], torch.optim.Optimizer]:
         """AdamW, which clips the gradients before its step and updates the average after it."""
@@ -129,6 +133,7 @@ class Pretraining:
         """Trains to the end, from where `position` is."""
         schedule = self._schedule()
         begun = self.position.steps
+        self.progress.left, self.progress.deadline = self._work(), schedule.deadline
         self.model.train()
         for epoch in count(self.position.epoch):
             if schedule.progress(epoch) >= 1:
@@ -142,6 +147,14 @@ class Pretraining:
         if self._saved_epoch < self.position.epoch:
             self._save(last=True)
         self.background.wait()
+
+    def _work(self) -> dict[str, float]:
+        """The images left, by phase, if the number of epochs is given."""
+        config, done = self.config, self.position.epoch
+        every, tested = config.evaluate_every, self.stream.test_counts()[0]
+        between = (config.epochs - 1) // every - done // every
+        images = self.steps_per_epoch * config.batch_size * (config.epochs - done)
+        return {"train": images, "evaluate": tested * (2 * between + AT_THE_END)}
 
     def _schedule(self) -> Schedule:
         config, position = self.config, self.position
@@ -161,7 +174,10 @@ class Pretraining:
         config, steps = self.config, self.steps_per_epoch
         rng = np.random.Generator(np.random.PCG64(mix_seeds(config.seed, epoch, MIXING)))
         started, progress, factor = self.clock(), 0.0, 0.0
+        place = {"epoch": epoch + 1, "epochs": 0 if config.minutes else config.epochs}
+        self.progress.phase("", "reading images", **place)
         batches: Iterable[tuple[Tensor, Tensor]] = self.stream.train_batches(0, epoch, config.batch_size)
+        self.progress.phase("train", "training", steps * config.batch_size, **place)
         for step, (images, labels) in zip(range(steps), batches, strict=False):  # without the last, smaller batch
             progress = schedule.progress(epoch + step / steps)
             if progress >= 1:
@@ -173,6 +189,7 @@ class Pretraining:
             self.average.rate.fill_(averaging_rate(config.ema, self.position.steps))
             self.step(mix_images(self._distorted(images, rng), mix), targets, factor)
             self.position.steps += 1
+            self.progress.step(len(labels))
             if self.position.steps == begun + SETTLED:
                 schedule.settled()
         loss_sum, right, seen = self.step.take_sums()
@@ -184,8 +201,8 @@ class Pretraining:
         loss, accuracy, lr = loss_sum / seen, right / seen, factor * config.lr
         self.folder.append_event({"event": "epoch", "epoch": epoch + 1, "progress": progress, "loss": loss,
                                   "accuracy": accuracy, "lr": lr, "images": seen, "seconds": seconds})  # fmt: skip
-        logger.info(
-            "epoch %d (%.0f%%)  loss %.4f  lr %.2g  %.0f images/s", epoch + 1, 100 * progress, loss, lr, seen / seconds
+        self.progress.epoch(
+            f"epoch {epoch + 1} ({progress:.0%})  loss {loss:.4f}  lr {lr:.2g}  {seen / seconds:.0f} images/s"
         )
 
     def _distorted(self, images: Tensor, rng: np.random.Generator) -> Tensor:
@@ -205,16 +222,18 @@ class Pretraining:
         found = {"raw": self.accuracy(self.model), "ema": self.accuracy(self.average.model)}
         self.model.train()
         self.folder.append_event({"event": "evaluation", "epoch": epoch, **found})
-        logger.info("epoch %d  top-1 %.2f%%, of the average %.2f%%", epoch, 100 * found["raw"], 100 * found["ema"])
+        self.progress.line(f"epoch {epoch}  top-1 {found['raw']:.2%}, of the average {found['ema']:.2%}")
         return found
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
+        self.progress.phase("evaluate", "evaluating", self.stream.test_counts()[0])
         right, softmax = torch.zeros((), dtype=torch.int64, device=self.device), Softmax(model)
         for images, labels in self.stream.test_batches(0, self.config.eval_batch_size):
             with autocast(self.device, self.bf16):
                 logits = softmax.logits(images.to(self.device))
             right += (logits.argmax(1) == labels.to(self.device)).sum()
+            self.progress.step(len(labels))
         return int(right) / self.stream.test_counts()[0]
 
     # Checkpoints

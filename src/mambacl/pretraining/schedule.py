@@ -27,8 +27,15 @@ class Schedule(Protocol):
         """Seconds, with those before a resume."""
         ...
 
+    @property
+    def deadline(self) -> Callable[[], float] | None:
+        """The seconds left; None if they depend on the speed."""
+        ...
+
 
 class ByEpochs:
+    deadline = None
+
     def __init__(self, epochs: int, clock: Callable[[], float], spent: float = 0.0) -> None:
         self.epochs, self._clock, self._began = epochs, clock, clock() - spent
 
@@ -61,13 +68,15 @@ class ByClock:
         wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._clock, self._began, self._end = clock, clock() - spent, clock() - spent + seconds
+        self._now = self._end - seconds + spent
         self._done, self._settled_at, self._every, self._wait = done, math.inf, every, wait
         self._calls, self._read = 0, done
 
     def progress(self, epochs: float) -> float:
         if self._calls % self._every == 0:
             self._wait()
-            self._read = self._from(self._clock())
+            self._now = self._clock()
+            self._read = self._from(self._now)
         self._calls += 1
         return self._read
 
@@ -84,3 +93,7 @@ class ByClock:
 
     def spent(self) -> float:
         return self._clock() - self._began
+
+    def deadline(self) -> float:
+        """As of the last reading of the clock: on a GPU, another one would wait for it."""
+        return max(0.0, self._end - self._now)

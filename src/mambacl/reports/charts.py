@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findSystemFonts, fontManager
 from matplotlib.text import Text
 
+from mambacl.log import logger
 from mambacl.reports import figures
 from mambacl.reports.marks import placed_marks
 from mambacl.reports.tables import Table
@@ -107,4 +108,9 @@ def _wide_fonts() -> list[str]:
             if WIDE_FILES.search(Path(path).name) and len(fontManager.ttflist) < before + 3:
                 fontManager.addfont(path)
         found = [font.name for font in fontManager.ttflist[before:]]
+    if not found:
+        logger.warning(
+            "No font on this machine has Chinese, Japanese or Korean signs, so the PNG files of figures show boxes: "
+            "install one, such as Noto Sans CJK. The page itself shows them wherever the reader has such a font."
+        )
     return list(dict.fromkeys(found))[:3]

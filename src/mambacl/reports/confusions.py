@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from mambacl.reports.figures import BLUES, CELL_INK, CELL_WHITE, COLOURS, frame, label_of_class, styled
+from mambacl.reports.figures import COLOURS, MAX_NUMBERED_TASKS, frame, heat_map, label_of_class, styled
 from mambacl.reports.groups import Value
 from mambacl.reports.marks import mark
 from mambacl.reports.runs import RunRecord
@@ -17,7 +17,6 @@ from mambacl.reports.tables import Column, Table
 from mambacl.training.confusion import Confusion
 
 MOST_NAMED = 40  # classes with their name beside their bar
-MOST_NUMBERED = 12  # tasks with numbers in their cells
 
 
 def classes_table(record: RunRecord, confusion: Confusion) -> Table:
@@ -81,23 +80,11 @@ def task_confusion(counts: NDArray[Any]) -> Figure:
     shares = _shares(counts)
     side = float(np.clip(2.4 + 0.36 * done, 3.6, 6.0))
     figure, (axes,) = frame(side + 0.2, side)
-    axes.imshow(np.ma.masked_invalid(shares), cmap=BLUES, vmin=0, vmax=100, interpolation="nearest", aspect="auto")
-    t, j = np.nonzero(np.isfinite(shares))
-    words = [
-        f"{counts[a, b]:,} images of task {a + 1} were answered with a class of task {b + 1}: {shares[a, b]:.1f}%"
-        for a, b in zip(t, j, strict=True)
-    ]
-    mark(axes, j, t, words, (1, 1))
-    if done <= MOST_NUMBERED:
-        for a, b in zip(t, j, strict=True):
-            colour = CELL_WHITE if shares[a, b] > 64 else CELL_INK
-            axes.text(b, a, f"{shares[a, b]:.1f}", ha="center", va="center", color=colour, fontsize=8.5)
-    for axis in (axes.xaxis, axes.yaxis):
-        step = -(-done // MOST_NUMBERED)
-        axis.set_ticks(range(0, done, step), [str(n + 1) for n in range(0, done, step)])
-    axes.grid(False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.tick_params(length=0)
+    heat_map(
+        axes, shares, 0, 100, done <= MAX_NUMBERED_TASKS,
+        lambda a, b: f"{counts[a, b]:,} images of task {a + 1} were answered with a class of task {b + 1}: "
+        f"{shares[a, b]:.1f}%",
+    )  # fmt: skip
     axes.set(xlabel="task of the answer", ylabel="task of the image")
     axes.set_title("Confusion between tasks (%)")
     return figure

@@ -9,7 +9,7 @@ of every text, many lines are one artist, and a figure is drawn only once.
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
+from numpy.typing import NDArray
 from PIL import Image
 
 from mambacl.reports.groups import Group, common_headline
@@ -119,28 +120,38 @@ def accuracy_matrix(record: RunRecord) -> Figure:
     side = float(np.clip(2.6 + 0.36 * done, 4.4, 7.0))
     figure, (axes,) = frame(side + (0.2 if numbered else 0.9), side)
     low, high = shade_range(matrix)
-    image = axes.imshow(
-        np.ma.masked_invalid(matrix), cmap=BLUES, vmin=low, vmax=high, interpolation="nearest", aspect="auto"
+    image = heat_map(
+        axes, matrix, low, high, numbered, lambda a, b: f"task {b + 1} after task {a + 1}: {matrix[a, b]:.2f}%"
     )
-    if numbered:
-        for t, j in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
-            colour = CELL_WHITE if (matrix[t, j] - low) / (high - low) > 0.64 else CELL_INK
-            axes.text(j, t, one_decimal(matrix[t, j]), ha="center", va="center", color=colour, fontsize=8.5)
-    else:
+    if not numbered:
         bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03)
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0)
-    _number_tasks(axes.xaxis, done)
-    _number_tasks(axes.yaxis, done)
-    t, j = np.nonzero(np.isfinite(matrix))
-    cells = zip(t, j, strict=True)
-    mark(axes, j, t, [f"task {b + 1} after task {a + 1}: {matrix[a, b]:.2f}%" for a, b in cells], (1, 1))
-    axes.grid(False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.tick_params(length=0)
     axes.set(xlabel="tested on task", ylabel="after task")
     axes.set_title("Accuracy on each task after each task (%)")
     return figure
+
+
+def heat_map(
+    axes: Any, values: NDArray[Any], low: float, high: float, numbered: bool, words: Callable[[int, int], str]
+) -> Any:
+    """Draws values as coloured cells, with a row and a column per task; a cell without a value stays empty. `words`
+    describe the cell in a row and a column."""
+    image = axes.imshow(
+        np.ma.masked_invalid(values), cmap=BLUES, vmin=low, vmax=high, interpolation="nearest", aspect="auto"
+    )
+    t, j = np.nonzero(np.isfinite(values))
+    cells = list(zip(t.tolist(), j.tolist(), strict=True))
+    for a, b in cells if numbered else ():
+        colour = CELL_WHITE if (values[a, b] - low) / (high - low) > 0.64 else CELL_INK
+        axes.text(b, a, one_decimal(values[a, b]), ha="center", va="center", color=colour, fontsize=8.5)
+    mark(axes, j, t, [words(a, b) for a, b in cells], (1, 1))
+    _number_tasks(axes.xaxis, len(values))
+    _number_tasks(axes.yaxis, len(values))
+    axes.grid(False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    return image
 
 
 @styled

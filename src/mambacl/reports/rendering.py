@@ -6,6 +6,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from unicodedata import combining, east_asian_width
 
 from mambacl.reports.groups import Value
 from mambacl.reports.tables import MISSING, Cell, Table
@@ -32,19 +33,19 @@ def terminal_width() -> int:
     return min(200, max(60, shutil.get_terminal_size((120, 24)).columns))
 
 
-def to_text(table: Table, width: int = 120) -> str:
+def to_text(table: Table, width: int | None = None) -> str:
     """Aligned columns for a terminal, with the notes below.
 
-    Columns that exceed the width follow in further blocks, which repeat the first column.
+    Columns that exceed the width, by default the terminal's, follow in further blocks, which repeat the first column.
     """
+    width = width or terminal_width()
     titles = [_one_line(column.title) for column in table.columns]
     heads = [textwrap.wrap(title, 12, break_long_words=False, break_on_hyphens=False) or [""] for title in titles]
     cells = [[_one_line(table.shown(cell)) for cell in row] for row in table.rows]
-    widths = [max(len(words) for words in [*head, *(row[i] for row in cells)]) for i, head in enumerate(heads)]
+    widths = [max(columns_of(words) for words in [*head, *(row[i] for row in cells)]) for i, head in enumerate(heads)]
 
     def line(row: list[str], block: list[int]) -> str:
-        sides = [row[i].ljust(widths[i]) if table.columns[i].text else row[i].rjust(widths[i]) for i in block]
-        return "  ".join(sides).rstrip()
+        return "  ".join(pad(row[i], widths[i], right=not table.columns[i].text) for i in block).rstrip()
 
     lines: list[str] = []
     for block in _blocks(widths, width):
@@ -56,6 +57,17 @@ def to_text(table: Table, width: int = 120) -> str:
         lines.append("  ".join("-" * widths[i] for i in block))
         lines += [*(line(row, block) for row in cells), ""]
     return "\n".join([table.caption, "", *lines, *table.notes]).rstrip() + "\n"
+
+
+def columns_of(text: str) -> int:
+    """The columns that a text takes on a terminal: Chinese, Japanese and Korean signs take two, accents none."""
+    return sum(0 if combining(sign) else 2 if east_asian_width(sign) in "WF" else 1 for sign in text)
+
+
+def pad(text: str, width: int, right: bool = False) -> str:
+    """The text in this many columns of a terminal, on the left or on the right."""
+    space = " " * (width - columns_of(text))
+    return space + text if right else text + space
 
 
 def _blocks(widths: list[int], width: int) -> list[list[int]]:

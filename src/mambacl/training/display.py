@@ -7,11 +7,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from mambacl.log import logger
-from mambacl.training.progress import Progress, State, View, duration
+from mambacl.status import duration, hidden
+from mambacl.training.progress import Progress, State, View
 
 if TYPE_CHECKING:
     from mambacl.training.folder import RunFolder
@@ -58,22 +59,28 @@ class Live:
             def render(self, task: object) -> Text:
                 return Text(times())
 
+        console = Console(stderr=True)
+        self.wide = 20 if console.width > 100 else 8
         self.bars = Bars(
             TextColumn("{task.fields[title]}", markup=False),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=self.wide),
             TextColumn("{task.percentage:3.0f}%"),
             Times(),
             TextColumn("{task.description}", markup=False),
-            console=Console(stderr=True),
+            console=console,
         )
         self.bar = self.bars.add_task("", total=1.0, title=title)
+        self.alone = ExitStack()
+        self.alone.enter_context(hidden())
         self.bars.start()
 
     def show(self, state: State) -> None:
         self.share = max(self.share, state.share())  # an estimate that grows must not move the bar back
         self.state, self.at = dataclasses.replace(state), time.monotonic()
         words = f"{state.place()} {state.figures()}".strip()
-        self.bars.update(self.bar, completed=self.share, description=words)
+        columns = (self.title, " " * self.wide, "100%", self.times(), "")
+        room = max(0, self.bars.console.width - len(" ".join(columns)) - 1)  # rich would break the line
+        self.bars.update(self.bar, completed=self.share, description=words[:room])
 
     def times(self) -> str:
         """Time passes while a single call computes, too."""
@@ -87,6 +94,7 @@ class Live:
 
     def close(self) -> None:
         self.bars.stop()
+        self.alone.close()
 
 
 class ProgressFile:

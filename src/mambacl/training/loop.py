@@ -145,6 +145,7 @@ class Loop:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
         compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
+        self._phase("", "reading images", task, 0, epoch + 1, recipe.epochs)
         with self.watch.phase("data"):
             batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
         steps = len(batches)  # type: ignore[arg-type]
@@ -204,7 +205,9 @@ class Loop:
             batches = self.stream.plain_batches(task, recipe.eval_batch_size)
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
                 if self.method.start:
+                    self.progress.text("following the drift")
                     self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
+                    self.progress.text("learning features")
                 self.method.fit_classifier(self.progress.over(batches))
 
     def _end_task(self, task: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from mambacl.status import duration
+
 COST = {"train": 3.0, "covariance": 1.5, "classifier": 1.0, "evaluate": 1.0}
 """guessed cost of an image relative to a forward pass, until a phase has been measured"""
 SOLVING = {"covariance": "decomposing", "classifier": "solving"}  # what follows the last image of a phase
@@ -46,7 +48,7 @@ class State:
         """Where the run is: task, epoch, phase and images."""
         words = [f"task {self.task}/{self.tasks}"] if self.tasks else []
         if self.epoch:
-            words.append(f"epoch {self.epoch}/{self.epochs}")
+            words.append(f"epoch {self.epoch}/{self.epochs}" if self.epochs else f"epoch {self.epoch}")
         words.append(self.phase)
         if self.of:
             words.append(f"{min(self.done, self.of)}/{self.of}")
@@ -62,13 +64,6 @@ class State:
         """The part of the run that is done, from 0 to 1."""
         total = self.elapsed + (self.left or 0.0)
         return self.elapsed / total if total and self.left is not None else 0.0
-
-
-def duration(seconds: float) -> str:
-    """As in 0:42, 12:05 or 3:07:00."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def seconds_left(
@@ -113,6 +108,8 @@ class Progress:
         self.figures: Callable[[], tuple[float, float]] | None = None
         """the loss and accuracy of the epoch so far; on a GPU, asking for them waits for it"""
         self.memory: Callable[[], int] | None = None
+        self.deadline: Callable[[], float] | None = None
+        """the seconds left of work that ends at a certain time, whatever its speed"""
 
     def __enter__(self) -> "Progress":
         return self
@@ -157,7 +154,7 @@ class Progress:
 
     def line(self, text: str, task: bool = True) -> None:
         self._count()
-        left = seconds_left(self.left, self.done, self.seconds) or 0.0
+        left = self._seconds_left() or 0.0
         for view in self.views:
             view.line(f"{text}  {duration(left)} left" if left >= 1 else text, task)
 
@@ -167,13 +164,18 @@ class Progress:
             self.seconds[self.counted] = self.seconds.get(self.counted, 0.0) + now - self.since
         self.since = now
 
+    def _seconds_left(self) -> float | None:
+        if self.deadline is not None:
+            return self.deadline()
+        return seconds_left(self.left, self.done, self.seconds)
+
     def _show(self) -> None:
         if not self.views:
             return
         self._count()
         state = self.state
         state.elapsed = self.since - self.began
-        state.left = seconds_left(self.left, self.done, self.seconds)
+        state.left = self._seconds_left()
         if self.figures is not None and state.done and self.counted == "train":
             state.loss, state.accuracy = self.figures()
         if self.memory is not None:

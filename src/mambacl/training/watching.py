@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mambacl.errors import UserError
+from mambacl.status import duration
 from mambacl.training.folder import RunFolder
-from mambacl.training.progress import State, duration
+from mambacl.training.progress import State
 
 SILENT = 300.0  # seconds without news from another machine after which the process there may have ended
 ENDED = ("finished", "interrupted", "failed", "killed")
