@@ -3,8 +3,8 @@
     python -m mambacl.bench.page README.md docs/settings.md docs/speed.md
 
 Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, relative to the page. FILE holds
-speeds, from `mambacl bench against --json FILE`, or accuracies. A file of accuracies has several tables; `<!-- table:
-FILE NAME -->` picks one. It has
+speeds, from `mambacl bench against --json FILE` or `mambacl bench exports --json FILE`, or accuracies. A file of
+accuracies has several tables; `<!-- table: FILE NAME -->` picks one. It has
 
     rows     by name: "what", the row's first cell, and values by column: a number, [mean, standard deviation] or text
     tables   by name: the names of "columns" and "rows"
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mambacl.bench import exports
 from mambacl.bench.peers import OURS
 from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
@@ -37,7 +38,10 @@ def with_tables(page: str, folder: Path) -> str:
         if not path.is_file():
             raise UserError(f"{path} does not exist: record it with `mambacl bench against --json {path}`.")
         record = json.loads(path.read_text(encoding="utf-8"))
-        lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
+        if record.get("kind") == exports.KIND:
+            lines = exports.markdown(record)
+        else:
+            lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
         return match["begin"] + lines + match["end"]
 
     return MARKED.sub(table, page)

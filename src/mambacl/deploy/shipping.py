@@ -85,7 +85,7 @@ def ship(
         with tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
             written = Path(folder) / path.name
             _write(kind, program, written, text)
-            answer = kind.open(written)
+            answer = kind.open(written, 0)
             difference, allowed, same = compared(predictor, module, answer, given)
             if not difference <= allowed:  # also NaN
                 raise UserError(
