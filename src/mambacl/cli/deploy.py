@@ -17,7 +17,7 @@ from mambacl.config import Device
 from mambacl.deploy.comparison import Amount, Limits, Points, Rate, read_limits
 from mambacl.deploy.rows import as_row
 from mambacl.errors import UserError
-from mambacl.files import disk_error, write_bytes
+from mambacl.files import write_bytes, writing
 from mambacl.options import Must, at_least, build
 
 if TYPE_CHECKING:
@@ -227,10 +227,8 @@ def _ship(
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         write_bytes(path, text.encode(errors="backslashreplace"))  # as on a terminal
-    except OSError as error:
-        raise disk_error(error, path) from None
 
 
 def _check_model(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 
 
@@ -29,6 +30,11 @@ class ServeOptions:
     """images that are predicted together, at most"""
     poll: float = 1.0
     """seconds between two looks for a newer model"""
+
+    @property
+    def name(self) -> str:
+        """of the model, for clients"""
+        return os.path.basename(os.path.abspath(self.model))
 
     def as_text(self) -> str:
         """For the environment of a worker."""

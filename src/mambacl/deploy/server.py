@@ -104,7 +104,7 @@ def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
         about = served.predictor.description
         content = {
             "status": "ok" if current.error is None else "old model",
-            "model": os.path.basename(os.path.abspath(options.model)),
+            "model": options.name,
             "version": served.version,
             "tasks": about.card.get("tasks"),
             "classes": about.classes,
@@ -163,5 +163,4 @@ def _try_read(model: Predictor, name: str, data: bytes, max_pixels: int) -> Any:
 def _page(options: ServeOptions) -> str:
     loader = PackageLoader("mambacl.deploy")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    name = os.path.basename(os.path.abspath(options.model))
-    return environment.get_template("serve.html").render(name=name, max_bytes=options.max_bytes)
+    return environment.get_template("serve.html").render(name=options.name, max_bytes=options.max_bytes)

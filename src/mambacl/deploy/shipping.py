@@ -22,7 +22,7 @@ from mambacl.deploy.graph import Scores, exported, in_float64
 from mambacl.deploy.inputs import pixels
 from mambacl.deploy.predictor import Predictor
 from mambacl.errors import UserError
-from mambacl.files import disk_error, expanded
+from mambacl.files import expanded, writing
 from mambacl.training.api import arithmetic
 from mambacl.training.folder import RunFolder
 
@@ -84,25 +84,22 @@ def ship(
     many = given.repeat(-(-batch // len(given)), 1, 1, 1)[:batch]
     theirs, ours = module.inputs(many), predictor.transforms.normalize(predictor.transforms.cropped(many))
     our_speed = per_second(lambda: predictor.scores(ours), batch)  # before other threads wait for work
-    try:
-        with tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            _write(kind, program, written, text)
-            answer = kind.open(written, 0)
-            difference, allowed, same = compared(predictor, module, answer, given)
-            _check(kind, difference, allowed, f"the scores of {len(images)} images", "rounding explains")
-            by_file: float | None = None
-            by_levels: float | None = None
-            if preprocessing:
-                by_file, by_levels, same = compared_resized(predictor, module, answer, images)
-                _check(kind, by_file, by_levels, "the scores of images that it resizes", "one grey level explains")
-            speed = per_second(lambda: answer(theirs), batch)
-            size = sum(file.stat().st_size for file in kind.files(written))
-            for file, target in zip(kind.files(written), kind.files(path), strict=True):
-                _flush(file)
-                os.replace(file, target)
-    except OSError as error:
-        raise disk_error(error, path) from None
+    with writing(path), tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        _write(kind, program, written, text)
+        answer = kind.open(written, 0)
+        difference, allowed, same = compared(predictor, module, answer, given)
+        _check(kind, difference, allowed, f"the scores of {len(images)} images", "rounding explains")
+        by_file: float | None = None
+        by_levels: float | None = None
+        if preprocessing:
+            by_file, by_levels, same = compared_resized(predictor, module, answer, images)
+            _check(kind, by_file, by_levels, "the scores of images that it resizes", "one grey level explains")
+        speed = per_second(lambda: answer(theirs), batch)
+        size = sum(file.stat().st_size for file in kind.files(written))
+        for file, target in zip(kind.files(written), kind.files(path), strict=True):
+            _flush(file)
+            os.replace(file, target)
     return Shipped(
         tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(images),
         source, difference, allowed, by_file, by_levels, same, batch, speed, our_speed,
@@ -169,8 +166,7 @@ def run_images(run: Path) -> list[Tensor]:
         if stream.root is not None and not Path(stream.root).exists():
             raise UserError(f"{stream.root} does not exist.")
         data = open_data(stream).test
-        chosen = torch.linspace(0, len(data.labels) - 1, min(COMPARED, len(data.labels))).long().tolist()
-        return [data.image(index) for index in chosen]
+        return [data.image(index) for index in _spread(len(data.labels))]
     except UserError as error:
         reason = str(error).rstrip(".")
         raise UserError(
@@ -185,8 +181,11 @@ def folder_images(folder: Path) -> list[Tensor]:
     files = images_under(place) if place.is_dir() else []
     if not files:
         raise UserError(f"{folder} is no folder with images: --images takes a folder with some of the model's kind.")
-    chosen = torch.linspace(0, len(files) - 1, min(COMPARED, len(files))).long().tolist()
-    return [pixels(files[index]) for index in chosen]
+    return [pixels(files[index]) for index in _spread(len(files))]
+
+
+def _spread(count: int) -> list[int]:
+    return torch.linspace(0, count - 1, min(COMPARED, count)).long().tolist()
 
 
 @torch.no_grad()
