@@ -31,6 +31,7 @@ from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.shipping import compared
 from mambacl.methods import METHODS, Task
 from mambacl.ops.scan_traced import FORMS
+from mambacl.reports.rendering import pipe_table
 from mambacl.training.build import setup_of
 
 KIND = "exports"  # of the JSON file
@@ -221,16 +222,15 @@ def markdown(record: Mapping[str, Any]) -> str:
     for row in rows:
         key = str(row["model"]), row["threads"], row["batch"]
         cases.setdefault(key, {})[row["system"], row["form"]] = row
-    lines = [["model", "threads", "batch", f"{OURS.name}, images/s", *(" ".join(system) for system in systems)]]
-    lines.append(["---"] * len(lines[0]))
+    lines: list[list[str]] = []
     before = ""
     for (model, threads, batch), found in cases.items():
         title, before = "" if model == before else f"`{model}`", model
         ratios = [shown(found[system]["theirs_/_ours"]) if system in found else "disagrees" for system in systems]
         ours = shown(round(found[OWN]["images_per_second"]))
         lines.append([title, str(threads), str(batch), str(ours), *map(str, ratios)])
-    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return f"{_head(record)}\n\n{table}"
+    head = ["model", "threads", "batch", f"{OURS.name}, images/s", *(" ".join(system) for system in systems)]
+    return f"{_head(record)}\n\n{pipe_table(head, lines)}"
 
 
 def _head(record: Mapping[str, Any]) -> str:
