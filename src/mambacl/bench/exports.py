@@ -189,7 +189,8 @@ def quiet_rounds(
     unless there would be too few."""
     clock = Clock(torch.device("cpu"), rounds, budget)
     counts = {name: _in_a_row(clock, call) for name, call in calls.items()}
-    others, found, wanted = Others(), [], 0
+    others, wanted = Others(), 0
+    found: list[tuple[float | None, dict[System, float]]] = []
     while len(found) < TRIES * max(wanted, FEWEST):
         seconds = {name: clock.once(call, counts[name]) for name, call in calls.items()}
         found.append((others.cores(), seconds))
