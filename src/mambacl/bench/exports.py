@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl.bench.busy import VARIABLES
 from mambacl.bench.models import CLASSES, build
 from mambacl.bench.others import Others
 from mambacl.bench.peers import OURS
@@ -82,6 +83,7 @@ def bench_exports(
     options = {"models": [case.model for case in cases], "forms": list(forms), "rounds": rounds}
     made: dict[str, Any] = {"kind": KIND, **header(where, options)}
     made["machine"] = machine()
+    made["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     made["versions"] |= {package: version(package) for package in PACKAGES}
     print(machine_line(where), flush=True)
     notes = [note.format(disturbed=DISTURBED) for note in NOTES]
@@ -183,11 +185,11 @@ def timed(
 
 
 def quiet_rounds(
-    calls: Mapping[System, Callable[[], object]], rounds: int, budget: float = SECONDS
+    calls: Mapping[System, Callable[[], object]], rounds: int
 ) -> tuple[dict[System, list[float]], float | None]:
     """Seconds per call in each round, and how many cores other programs used. Rounds that they disturbed are left out,
     unless there would be too few."""
-    clock = Clock(torch.device("cpu"), rounds, budget)
+    clock = Clock(torch.device("cpu"), rounds, SECONDS)
     counts = {name: _in_a_row(clock, call) for name, call in calls.items()}
     others, wanted = Others(), 0
     found: list[tuple[float | None, dict[System, float]]] = []
