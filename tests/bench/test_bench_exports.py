@@ -59,10 +59,10 @@ def test_disturbed_rounds_are_left_out(short: None, monkeypatch: pytest.MonkeyPa
         return 1.5 if number % 2 else kept[number // 2 % 3]
 
     monkeypatch.setattr(Others, "cores", cores)
-    seconds, others = quiet_rounds({OWN: lambda: None, ("x", "loop"): lambda: None}, 3)
+    seconds, others = quiet_rounds({OWN: lambda: None, ("x", "loop"): lambda: None}, 3, 0.25)
     assert [len(each) for each in seconds.values()] == [3, 3] and next(rounds) == 5 and others == 0.1
     monkeypatch.setattr(Others, "cores", lambda _: 1.5)
-    seconds, others = quiet_rounds({OWN: lambda: None}, 3)
+    seconds, others = quiet_rounds({OWN: lambda: None}, 3, 0.25)
     assert len(seconds[OWN]) == 9 and others == 1.5  # it is said if no round was quiet
 
 
@@ -98,8 +98,11 @@ def test_the_table_of_a_record() -> None:
         "| --- | --- | --- | --- | --- | --- |",
         "| `m` | 1 | 32 | 1234 | 2 | 1.23 |",
     ]
-    record["rows"][0]["others"] = 1.2
-    assert "while other programs used up to 1.2 cores; " in markdown(record)
+    record["rows"][0]["others"] = 1.2  # a core was free
+    assert "while other" not in markdown(record)
+    for row in record["rows"]:
+        row["threads"] = 2
+    assert "while other programs took up to 1.2 cores from these; " in markdown(record)
 
 
 def test_exports_use_the_form_that_is_fastest_in_the_record() -> None:

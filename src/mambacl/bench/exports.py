@@ -42,7 +42,7 @@ RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 PACKAGES = ("onnxruntime", "openvino", "onnx", "onnxscript")
 IMAGES = 8  # whose scores are compared
 SECONDS = 12.0  # approximate time for the rounds of a batch size and number of threads
-DISTURBED = 0.25  # cores of other programs, from which on a round is repeated
+DISTURBED = 0.25  # cores of other programs beyond those that we leave free, from which on a round is repeated
 ROW_SECONDS = 0.1  # short calls are timed in rows of about this length
 TRIES = 3  # times the rounds wanted, at most
 FEATURES = (
@@ -62,7 +62,7 @@ NOTES = (
     "What is timed: scores of normalised images, float32, random weights, separate heads, a file with a dynamic batch. "
     "theirs / ours: the median over rounds of their time divided by ours in that round; above 1, mambacl is faster.",
     "form: of the scan; loop is ONNX's Scan. others: cores that other programs used during the rounds, the median; a "
-    "round with more than {disturbed:g} is repeated if possible.",
+    "round with more than {disturbed:g} beyond the cores that we leave free is repeated if possible.",
 )
 
 System = tuple[str, str]  # its name, and the form of the scan; ours has no form
@@ -173,7 +173,7 @@ def timed(
     rounds: int,
 ) -> list[Row]:
     everyone = {OWN: ours, **calls}
-    seconds, others = quiet_rounds(everyone, rounds)
+    seconds, others = quiet_rounds(everyone, rounds, free=max(0, (os.cpu_count() or 1) - threads) + DISTURBED)
     rows: list[Row] = []
     for (system, form), own in seconds.items():
         ratios = [theirs / mine for theirs, mine in zip(own, seconds[OWN], strict=True)]
@@ -185,10 +185,10 @@ def timed(
 
 
 def quiet_rounds(
-    calls: Mapping[System, Callable[[], object]], rounds: int
+    calls: Mapping[System, Callable[[], object]], rounds: int, free: float
 ) -> tuple[dict[System, list[float]], float | None]:
-    """Seconds per call in each round, and how many cores other programs used. Rounds that they disturbed are left out,
-    unless there would be too few."""
+    """Seconds per call in each round, and how many cores other programs used. Rounds in which these were more than
+    `free` are left out, unless there would be too few."""
     clock = Clock(torch.device("cpu"), rounds, SECONDS)
     counts = {name: _in_a_row(clock, call) for name, call in calls.items()}
     others, wanted = Others(), 0
@@ -197,9 +197,9 @@ def quiet_rounds(
         seconds = {name: clock.once(call, counts[name]) for name, call in calls.items()}
         found.append((others.cores(), seconds))
         wanted = wanted or 1 + clock.more(sum(seconds[name] * count for name, count in counts.items()))
-        if sum((cores or 0) < DISTURBED for cores, _ in found) >= wanted:
+        calm = [(cores, seconds) for cores, seconds in found if (cores or 0) <= free]
+        if len(calm) >= wanted:
             break
-    calm = [(cores, seconds) for cores, seconds in found if (cores or 0) < DISTURBED]
     kept = calm if len(calm) >= FEWEST else found
     used = [cores for cores, _ in kept if cores is not None]
     return (
@@ -238,10 +238,11 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 def _head(record: Mapping[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
-    busiest = max(row["others"] or 0 for row in record["rows"])
+    cores = machine["cores"]
+    busiest = max((row["others"] or 0) - max(0, cores - row["threads"]) for row in record["rows"])
     words = ["`mambacl bench exports`", *([f"commit {record['commit']}"] if record.get("commit") else [])]
-    words.append(f"{machine['cores']} cores with {machine['vectors']}")
-    words += [f"while other programs used up to {busiest:.1f} cores"] if busiest > DISTURBED else []
+    words.append(f"{cores} cores with {machine['vectors']}")
+    words += [f"while other programs took up to {busiest:.1f} cores from these"] if busiest > DISTURBED else []
     words.append(
         f"PyTorch {versions['torch']}, ONNX Runtime {versions['onnxruntime']}, OpenVINO {versions['openvino']}"
     )
