@@ -89,7 +89,7 @@ def test_a_run_whose_data_are_gone_asks_for_images(run: Path) -> None:
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("dataset: fashion-mnist-small", "dataset: gone"))
     with pytest.raises(UserError, match=r"cannot be read .*--images FOLDER"):
-        shipping.run_images(copy)
+        next(shipping.run_images(copy))
 
 
 @pytest.mark.slow

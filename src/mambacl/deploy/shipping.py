@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mambacl.training.api import arithmetic
 from mambacl.training.folder import RunFolder
 
 COMPARED = 64  # images
+AS_THEY_ARE = 16  # of these, compared without our resizing; photos need memory
 SIZES = (1, 3)  # of the first batches; the rest is one batch
 MARGIN = 8  # for the largest of many rounding errors
 ELEMENTARY = 4  # units in the last place that a runtime's exp or cos may be off
@@ -68,7 +69,7 @@ def ship(
     predictor: Predictor,
     path: Path,
     to: str,
-    images: list[Tensor],
+    images: Iterable[Tensor],
     source: str,
     *,
     preprocessing: bool = False,
@@ -78,7 +79,13 @@ def ship(
     rounding. The files get their names only after that."""
     kind = checked(to, path)
     module = Scores(predictor, preprocessing)
-    given = torch.stack([predictor.transforms.resized(image) for image in images])
+    raw: list[Tensor] = []
+    resized: list[Tensor] = []
+    for image in images:
+        resized.append(predictor.transforms.resized(image))
+        if preprocessing and len(raw) < AS_THEY_ARE:
+            raw.append(image)
+    given = torch.stack(resized)
     program = exported(module, kind.form)
     text = described(predictor, preprocessing)
     many = given.repeat(-(-batch // len(given)), 1, 1, 1)[:batch]
@@ -89,11 +96,11 @@ def ship(
         _write(kind, program, written, text)
         answer = kind.open(written, 0)
         difference, allowed, same = compared(predictor, module, answer, given)
-        _check(kind, difference, allowed, f"the scores of {len(images)} images", "rounding explains")
+        _check(kind, difference, allowed, f"the scores of {len(given)} images", "rounding explains")
         by_file: float | None = None
         by_levels: float | None = None
         if preprocessing:
-            by_file, by_levels, same = compared_resized(predictor, module, answer, images)
+            by_file, by_levels = compared_resized(predictor, module, answer, raw)
             _check(kind, by_file, by_levels, "the scores of images that it resizes", "one grey level explains")
         speed = per_second(lambda: answer(theirs), batch)
         size = sum(file.stat().st_size for file in kind.files(written))
@@ -101,7 +108,7 @@ def ship(
             _flush(file)
             os.replace(file, target)
     return Shipped(
-        tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(images),
+        tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(given),
         source, difference, allowed, by_file, by_levels, same, batch, speed, our_speed,
     )  # fmt: skip
 
@@ -159,14 +166,15 @@ def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
 # Comparison
 
 
-def run_images(run: Path) -> list[Tensor]:
+def run_images(run: Path) -> Iterator[Tensor]:
     """Test images of a run, spread evenly over its data."""
     stream = RunFolder.existing(run).config().stream
     try:
         if stream.root is not None and not Path(stream.root).exists():
             raise UserError(f"{stream.root} does not exist.")
         data = open_data(stream).test
-        return [data.image(index) for index in _spread(len(data.labels))]
+        for index in _spread(len(data.labels)):
+            yield data.image(index)
     except UserError as error:
         reason = str(error).rstrip(".")
         raise UserError(
@@ -175,17 +183,20 @@ def run_images(run: Path) -> list[Tensor]:
         ) from None
 
 
-def folder_images(folder: Path) -> list[Tensor]:
+def folder_images(folder: Path) -> Iterator[Tensor]:
     """Images of a folder and those below it, spread evenly."""
     place = expanded(folder)
     files = images_under(place) if place.is_dir() else []
     if not files:
         raise UserError(f"{folder} is no folder with images: --images takes a folder with some of the model's kind.")
-    return [pixels(files[index]) for index in _spread(len(files))]
+    return (pixels(files[index]) for index in _spread(len(files)))
 
 
 def _spread(count: int) -> list[int]:
-    return torch.linspace(0, count - 1, min(COMPARED, count)).long().tolist()
+    """Some of `count` places, evenly. So are the first few of them."""
+    places = torch.linspace(0, count - 1, min(COMPARED, count)).long().tolist()
+    parts = COMPARED // AS_THEY_ARE
+    return [place for part in range(parts) for place in places[part::parts]]
 
 
 @torch.no_grad()
@@ -220,11 +231,9 @@ def _own_scores(predictor: Predictor, prepared: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compared_resized(
-    predictor: Predictor, module: Scores, answer: Answer, images: list[Tensor]
-) -> tuple[float, float, int]:
-    """The largest difference of an answer from ours on images that each of us resizes, what one grey level more or less
-    in every pixel changes in ours, and the number of images with the same best class."""
+def compared_resized(predictor: Predictor, module: Scores, answer: Answer, images: list[Tensor]) -> tuple[float, float]:
+    """The largest difference of an answer from ours on images that each of us resizes, and what one grey level more or
+    less in every pixel changes in ours."""
     prepared = torch.stack([predictor.transforms.evaluate(image) for image in images])
     draw = torch.Generator().manual_seed(0)
     levels = 2 * torch.randint(0, 2, prepared.shape, generator=draw) - 1
@@ -232,9 +241,9 @@ def compared_resized(
     theirs = torch.cat([answer(module.inputs(image[None])) for image in images])
     finite = own.isfinite()
     if theirs.shape != own.shape or not torch.equal(theirs.isfinite(), finite):
-        return float("nan"), 0.0, 0
+        return float("nan"), 0.0
     found, allowed = ((scores - own)[finite].abs().max().item() for scores in (theirs, moved))
-    return found, allowed, int((theirs.argmax(1) == own.argmax(1)).sum())
+    return found, allowed
 
 
 def per_second(call: Callable[[], object], batch: int) -> float:
