@@ -166,6 +166,7 @@ def test_a_model_that_learned_ships_all_its_classes(
     assert_near(torch.from_numpy(scores), model.scores(inputs), Scores(model, False).terms(), size=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
 def test_a_broken_graph_leaves_the_old_file(
@@ -190,6 +191,7 @@ def test_a_broken_graph_leaves_the_old_file(
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes().endswith(b"yesterday")
 
 
+@pytest.mark.slow
 def test_other_resizing_is_refused_and_nothing_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
