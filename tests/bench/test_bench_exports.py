@@ -1,8 +1,6 @@
-"""`mambacl bench exports`: files that agree are timed beside ours, and the recorded times justify our choices."""
+"""`mambacl bench exports`: files that agree are timed beside ours."""
 
 import json
-import math
-from collections import defaultdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,8 @@ import mambacl.bench.others
 from mambacl.bench.exports import OWN, RUNTIMES, bench_exports, markdown, quiet_rounds
 from mambacl.bench.others import Others
 from mambacl.bench.sizes import Case
-from mambacl.deploy.foreign import FORMATS
-from mambacl.ops.scan_traced import FORMS
 
 SMALL = Case(BACKBONES["defocus"][0], (1, 2), options=BACKBONES["defocus"][1])
-RECORD = Path(__file__).parents[2] / "docs" / "results" / "export-speed.json"
 
 
 @pytest.fixture
@@ -103,14 +98,3 @@ def test_the_table_of_a_record() -> None:
     for row in record["rows"]:
         row["threads"] = 2
     assert "while other programs took up to 1.2 cores from these; " in markdown(record)
-
-
-def test_exports_use_the_form_that_is_fastest_in_the_record() -> None:
-    """By the geometric mean over models, threads and batches."""
-    logs: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in json.loads(RECORD.read_text(encoding="utf-8"))["rows"]:
-        logs[row["system"], row["form"]].append(math.log(row["images_per_second"]))
-    assert len({len(each) for each in logs.values()}) == 1
-    for to, system in RUNTIMES.items():
-        means = {form: sum(logs[system, form]) for form in FORMS}
-        assert max(means, key=means.__getitem__) == FORMATS[to].form, system

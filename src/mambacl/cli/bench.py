@@ -114,7 +114,7 @@ def bench_exports(
     """compare exported nano models with ours on the CPU: `mambacl bench exports --json export-speed.json`
 
     In ONNX Runtime and OpenVINO, with the scan as a loop, chunked and unrolled; one thread and two, one image and 32.
-    Takes about MINUTES minutes on two cores. Install the runtimes with pip install 'mambacl[onnx,openvino]'."""
+    Install the runtimes with pip install 'mambacl[onnx,openvino]'."""
     from mambacl.bench.exports import bench_exports as measure
 
     measure(rounds=rounds, json_file=json)
