@@ -1,13 +1,19 @@
-"""Small models that can be exported, without a run."""
+"""Small models that can be exported, without a run, and what their files answer in a process without mambacl."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from mambacl.backbones import create_model
 from mambacl.config import from_dict
 from mambacl.data.transforms import Transforms
 from mambacl.deploy.description import Description
+from mambacl.deploy.foreign import FORMATS
 from mambacl.deploy.predictor import Predictor
 from mambacl.methods import METHODS
 from mambacl.methods.base import Task
@@ -30,6 +36,40 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "vmamba": ("vmamba_nano", {"depths": (1, 1), "dims": 16}),
     "mambavision": ("mambavision_nano", {"depths": (1, 1, 2, 2), "num_heads": (2, 2, 2, 2)}),
 }
+
+WITHOUT_MAMBACL = """
+import sys
+sys.modules["mambacl"] = None  # an import fails
+import numpy as np
+given, path, to = np.load(sys.argv[1]), sys.argv[2], sys.argv[3]
+if to == "onnx":
+    import onnxruntime
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    run = lambda x: session.run(None, {"images": x})[0]
+elif to == "openvino":
+    import openvino
+    model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    run = lambda x: model(x)[0].copy()
+else:
+    import torch
+    program = torch.export.load(path).module()
+    run = lambda x: program(torch.from_numpy(x)).detach().numpy()
+np.savez(sys.argv[4], **{name: run(images) for name, images in given.items()})
+"""
+
+
+def needs(to: str) -> None:
+    for module in FORMATS[to].modules:
+        pytest.importorskip(module)
+
+
+def elsewhere(path: str, to: str, batches: list[np.ndarray], folder: Path) -> list[torch.Tensor]:
+    """Scores of each batch, from a process that cannot import mambacl."""
+    np.savez(folder / "images.npz", **{str(number): batch for number, batch in enumerate(batches)})
+    words = (str(folder / "images.npz"), path, to, str(folder / "out.npz"))
+    subprocess.run([sys.executable, "-c", WITHOUT_MAMBACL, *words], check=True, cwd=folder)
+    found = np.load(folder / "out.npz")
+    return [torch.from_numpy(found[str(number)]) for number in range(len(batches))]
 
 
 def predictor(family: str = "defocus", **options: Any) -> Predictor:

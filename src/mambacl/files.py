@@ -93,24 +93,32 @@ def write_stream(path: Path, source: IO[bytes]) -> None:
     """Writes a stream to a file, atomically. Does not flush, because data sets have hundreds of thousands of files. A
     killed process leaves at most one unfinished file per folder, which the next process replaces."""
     make_folder(path.parent)
-    try:
-        with replacing(path, path.parent / PART, sync=False) as temporary, open(temporary, "wb") as out:
-            shutil.copyfileobj(source, out, BLOCK)
-    except OSError as error:
-        raise disk_error(error, path) from None
+    with (
+        writing(path),
+        replacing(path, path.parent / PART, sync=False) as temporary,
+        open(temporary, "wb") as out,
+    ):
+        shutil.copyfileobj(source, out, BLOCK)
 
 
 def make_folder(folder: Path) -> None:
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise disk_error(error, folder) from None
 
 
 def require_space(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise UserError(f"{folder} has {gigabytes(free)} free, but {gigabytes(need)} are needed: free some space.")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it, errors of the disk become sentences about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path) from None
 
 
 def disk_error(error: OSError, path: Path) -> Exception:
@@ -248,13 +256,10 @@ def _fetch(url: str, part: Path, begun: int) -> int | None:
         continued = getattr(response, "status", 200) == 206
         length = response.headers.get("Content-Length")
         require_space(part.parent, int(length or 0))
-        try:
-            with open(part, "ab" if continued else "wb") as out:
-                blocks = iter(lambda: response.read(BLOCK), b"")
-                for block in counted(blocks, -(-int(length or 0) // BLOCK), "MiB"):
-                    out.write(block)
-        except OSError as error:
-            raise disk_error(error, part) from None
+        with writing(part), open(part, "ab" if continued else "wb") as out:
+            blocks = iter(lambda: response.read(BLOCK), b"")
+            for block in counted(blocks, -(-int(length or 0) // BLOCK), "MiB"):
+                out.write(block)
     return None if length is None else int(length) + (begun if continued else 0)
 
 

@@ -14,6 +14,7 @@ from small_run import CONFIG
 
 import mambacl.bench.against
 import mambacl.bench.busy
+import mambacl.bench.exports
 import mambacl.bench.parts
 import mambacl.bench.relaxation
 import mambacl.bench.runs
@@ -34,7 +35,7 @@ def finite(result: Result, columns: Sequence[str]) -> None:
         assert all(isinstance(row[name], float) and math.isfinite(row[name]) for name in columns)
 
 
-COMMANDS = ("against", "settings", "precision", "busy", "relaxation")
+COMMANDS = ("against", "settings", "precision", "exports", "busy", "relaxation")
 
 
 def printed_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -153,6 +154,8 @@ def test_relaxing_moves_A_and_fixing_does_not(few_test_images: None) -> None:
         (["settings", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["precision", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["precision", "--preset", "nothing"], "nothing"),
+        (["exports", "--rounds", "2"], "--rounds must be at least 3, got 2"),
+        (["exports", "--json", "missing/a.json"], "missing/a.json cannot be written"),
         (["relaxation", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["scan", "busy"], "`busy` is a separate command"),
     ],
@@ -165,8 +168,8 @@ def test_mistakes_are_found_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (mambacl.bench.parts, mambacl.bench.busy, mambacl.bench.settings, mambacl.bench.relaxation):
-        monkeypatch.setattr(module, "measure", lambda *_, **__: pytest.fail("measured"))
+    for name in ("parts", "exports", "busy", "settings", "relaxation"):
+        monkeypatch.setattr(f"mambacl.bench.{name}.measure", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.setattr(mambacl.bench.against, "compare_all", lambda *_: pytest.fail("measured"))
     assert sentence in fails(capsys, "bench", *arguments)
     assert not any(tmp_path.iterdir())

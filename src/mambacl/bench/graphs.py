@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mambacl.bench.shapes import Shape
+from mambacl.deploy.onnx_nodes import Nodes
 
 OPSET, IR_VERSION = 17, 9  # old enough for all current engines
 
@@ -38,35 +39,11 @@ def input_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-class _Nodes:
-    """Nodes of an ONNX graph, each named after its output. The prefix keeps names different from those of an outer
-    graph, as ONNX demands."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.nodes: list[Any] = []
-        self.constants: list[Any] = []
-
-    def add(self, kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:
-        from onnx import helper
-
-        name = name or f"{self.prefix}_{kind.lower()}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
-        return name
-
-    def constant(self, value: Any, kind: type = np.int64) -> str:
-        from onnx import numpy_helper
-
-        name = f"{self.prefix}_constant_{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(np.asarray(value, kind), name))
-        return name
-
-
 def onnx_scan(shape: Shape, variant: Variant) -> bytes:
     from onnx import TensorProto, helper
 
     b, d, length, n = shape.batch, shape.channels, shape.length, shape.states
-    outer, body = _Nodes("outer"), _Nodes("step")
+    outer, body = Nodes("outer"), Nodes("step")
 
     def by_time(name: str, axis: int) -> str:
         """Transposes to (l, b, x) and adds an axis."""

@@ -3,8 +3,8 @@
     python -m mambacl.bench.page README.md docs/settings.md docs/speed.md
 
 Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, relative to the page. FILE holds
-speeds, from `mambacl bench against --json FILE`, or accuracies. A file of accuracies has several tables; `<!-- table:
-FILE NAME -->` picks one. It has
+speeds, from `mambacl bench against --json FILE` or `mambacl bench exports --json FILE`, or accuracies. A file of
+accuracies has several tables; `<!-- table: FILE NAME -->` picks one. It has
 
     rows     by name: "what", the row's first cell, and values by column: a number, [mean, standard deviation] or text
     tables   by name: the names of "columns" and "rows"
@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mambacl.bench import exports
 from mambacl.bench.peers import OURS
 from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
+from mambacl.reports.rendering import pipe_table
 
 MARKED = re.compile(
     r"(?P<begin><!-- table: (?P<file>\S+)(?: (?P<name>\S+))? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S
@@ -37,7 +39,10 @@ def with_tables(page: str, folder: Path) -> str:
         if not path.is_file():
             raise UserError(f"{path} does not exist: record it with `mambacl bench against --json {path}`.")
         record = json.loads(path.read_text(encoding="utf-8"))
-        lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
+        if record.get("kind") == exports.KIND:
+            lines = exports.markdown(record)
+        else:
+            lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
         return match["begin"] + lines + match["end"]
 
     return MARKED.sub(table, page)
@@ -49,9 +54,8 @@ def accuracies(record: Mapping[str, Any], name: str) -> str:
         raise UserError(f"There is no table '{name}'; known: {', '.join(record['tables'])}.")
     columns = record["tables"][name]["columns"]
     rows = [record["rows"][row] for row in record["tables"][name]["rows"]]
-    lines = [[record.get("unit", ""), *columns], ["---"] * (1 + len(columns))]
-    lines += [[row["what"], *(_value(row.get(column, "")) for column in columns)] for row in rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    cells = ([row["what"], *(_value(row.get(column, "")) for column in columns)] for row in rows)
+    return pipe_table([record.get("unit", ""), *columns], cells)
 
 
 def _value(value: float | str | Sequence[float]) -> str:
@@ -68,8 +72,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     cases: Cases = {}
     for row in rows:
         cases.setdefault((str(row["shape"]), str(row["inputs"])), {})[str(row["system"])] = row
-    lines = [["scan", *["inputs"] * typed, f"{OURS.name}, ms", *systems]]
-    lines.append(["---"] * len(lines[0]))
+    lines: list[list[str]] = []
     before = ""
     for (shape, inputs), found in cases.items():
         title = "" if shape == before else f"`{shape}`: {next(iter(found.values()))['size']}"
@@ -77,7 +80,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         ours = _cell(found.get(OURS.name), "{}_ms")
         theirs = [_cell(found.get(system), "theirs_/_ours_{}") for system in systems]
         lines.append([title, *[inputs] * typed, ours, *theirs])
-    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    table = pipe_table(["scan", *["inputs"] * typed, f"{OURS.name}, ms", *systems], lines)
     versions = ", ".join(f"{name} {words}" for name, words in record["peers"].items() if name in systems)
     notes = [_head(record), f"{table}\nVersions: {versions}.", *_memory(cases, systems)]
     return "\n\n".join(notes) + "\n"

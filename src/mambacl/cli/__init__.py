@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from mambacl.cli.bench import bench, bench_against, bench_busy, bench_precision, bench_relaxation, bench_settings
+from mambacl.cli.bench import (
+    bench,
+    bench_against,
+    bench_busy,
+    bench_exports,
+    bench_precision,
+    bench_relaxation,
+    bench_settings,
+)
 from mambacl.cli.command import Command
 from mambacl.cli.completion import COMPLETE, candidates, completion
 from mambacl.cli.data import data_check, data_list, data_prepare, data_show
@@ -36,7 +44,7 @@ from mambacl.training.seconds import count_from_process_start
 FUNCTIONS = (
     train, resume, watch, evaluate, predict, learn, rollback, compare, export, serve, push, pull, report, audit,
     pretrain, paper, plan, data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings,
-    bench_precision, bench_busy, bench_relaxation, models, methods, convert, doctor, completion,
+    bench_precision, bench_exports, bench_busy, bench_relaxation, models, methods, convert, doctor, completion,
 )  # fmt: skip
 CONFIGS: dict[Any, type] = {pretrain: PretrainConfig}  # of commands with options other than a run's
 COMMANDS = {

@@ -1,4 +1,5 @@
-"""The command bench, and the benchmarks with options: bench against, settings, precision, busy, relaxation."""
+"""The command bench, and the benchmarks with options: bench against, settings, precision, exports, busy,
+relaxation."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Where = Annotated[Device, "auto, cpu, cuda or cuda:N"]
 Shapes = Annotated[tuple[str, ...], _shapes]
 Seeds = Annotated[int, "number of seeds", at_least(1)]
 Json = Annotated[Path | None, "also write the results to this file, with machine and date"]
-SEPARATE = ("against", "settings", "precision", "busy", "relaxation")
+SEPARATE = ("against", "settings", "precision", "exports", "busy", "relaxation")
 
 
 def bench(
@@ -103,6 +104,20 @@ def bench_precision(
     from mambacl.bench.runs import compare_precisions
 
     publish(compare_precisions, json, preset=preset, root=root, out=out, seeds=seeds, device=device)
+
+
+def bench_exports(
+    *,
+    rounds: Annotated[int, "maximum number of rounds per batch size and number of threads", at_least(3)] = 9,
+    json: Json = None,
+) -> None:
+    """compare exported nano models with ours on the CPU: `mambacl bench exports --json export-speed.json`
+
+    In ONNX Runtime and OpenVINO, with the scan as a loop, chunked and unrolled; one thread and two, one image and 32.
+    Install the runtimes with pip install 'mambacl[onnx,openvino]'."""
+    from mambacl.bench.exports import bench_exports as measure
+
+    measure(rounds=rounds, json_file=json)
 
 
 def bench_busy(

@@ -15,7 +15,7 @@ from mambacl.deploy.comparison import Limits, read_limits
 from mambacl.deploy.hub_files import check_address, is_address
 from mambacl.deploy.rows import as_row
 from mambacl.errors import UserError
-from mambacl.files import disk_error, expanded, write_bytes
+from mambacl.files import expanded, write_bytes, writing
 from mambacl.options import Must, at_least, build
 from mambacl.status import counted, erase, status, working
 
@@ -138,7 +138,7 @@ def export(
     *,
     to: Annotated[Literal["safetensors", "onnx", "openvino", "pt2"], "format of the file"] = "safetensors",
     out: Annotated[Path | None, "file to write; default: the run's name in this folder"] = None,
-    preprocessing: Annotated[bool, "take uint8 images; the model normalises them (not for safetensors)"] = False,
+    preprocessing: Annotated[bool, "take uint8 images of any size, and prepare them (not for safetensors)"] = False,
     images: Annotated[Path | None, "images to compare on; default: test images of the run"] = None,
     batch_size: Annotated[int, "images per batch when the speed is measured", at_least(1)] = 32,
     json_: Annotated[bool, "print JSON"] = False,
@@ -187,7 +187,7 @@ def _ship(
         path = out or Path(f"{_name(run)}{FORMATS[to].suffix}")
         checked(to, path)
         model = load(run, "cpu")
-        images = run_images(expanded(run), model) if folder is None else folder_images(folder, model)
+        images = run_images(expanded(run)) if folder is None else folder_images(folder)
     source = "test images of the run" if folder is None else str(folder)
     with status(f"exporting to {to}, which can take a minute"):
         done = ship(model, path, to, images, source, preprocessing=preprocessing, batch=batch)
@@ -199,6 +199,11 @@ def _ship(
         f"Compared in {done.runtime} on {done.images} images ({done.source}): scores differ by at most "
         f"{done.difference:.2g} (rounding allows {done.allowed:.2g}), {done.same_answers} answers are the same."
     )
+    if done.resized_difference is not None:
+        print(
+            f"If the model resizes the images, scores differ by at most {done.resized_difference:.2g} (one grey level "
+            f"allows {done.resized_allowed:.2g})."
+        )
     print(
         f"Images per second on this CPU, {done.batch} per batch: {done.images_per_second:.0f} in {done.runtime}, "
         f"{done.our_images_per_second:.0f} in mambacl."
@@ -216,10 +221,8 @@ def _name(model: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         write_bytes(path, text.encode(errors="backslashreplace"))  # as on a terminal
-    except OSError as error:
-        raise disk_error(error, path) from None
 
 
 def check_model(model: str) -> None:

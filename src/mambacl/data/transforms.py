@@ -94,11 +94,19 @@ class Transforms:
         return [*steps, {"normalise": {"mean": mean, "std": std}}]
 
     def evaluate(self, image: Tensor) -> Tensor:
+        return self.cropped(self.resized(image))
+
+    def resized(self, image: Tensor) -> Tensor:
         from torchvision.transforms.v2 import functional as TF
 
-        if image.shape[-2:] != (self.resize, self.resize):
-            image = TF.resize(image, [self.resize, self.resize], interpolation=self.mode, antialias=True)
-        return TF.center_crop(image, [self.size, self.size])
+        if image.shape[-2:] == (self.resize, self.resize):
+            return image
+        return TF.resize(image, [self.resize, self.resize], interpolation=self.mode, antialias=True)
+
+    def cropped(self, images: Tensor) -> Tensor:
+        """The centre of resized images."""
+        edge = round((self.resize - self.size) / 2)
+        return images[..., edge : edge + self.size, edge : edge + self.size]
 
     def train(self, image: Tensor, seed: int) -> Tensor:
         if self.augment is None:

@@ -11,6 +11,7 @@ from mambacl.config import RunConfig, from_dict
 from mambacl.errors import UserError
 
 SCHEMA = 1
+MARK = "mambacl.model"  # the entry that only exported models have
 NO_WEIGHTS = "no pre-trained weights"  # instead of their licence
 OPTIONS = (
     "method", "backbone", "backbone_options", "nullspace", "options", "classifier", "classifier_options", "features",
@@ -38,7 +39,7 @@ class Description:
         model = {name: own[name] for name in OPTIONS}
         model["stream"] = {"scenario": self.config.stream.scenario, "transforms": own["stream"]["transforms"]}
         content = {
-            "mambacl.model": {"schema": SCHEMA, "options": model},
+            MARK: {"schema": SCHEMA, "options": model},
             "classes": self.classes,
             "preprocessing": self.preprocessing,
             "card": self.card,
@@ -48,12 +49,12 @@ class Description:
 
     @classmethod
     def from_text(cls, text: Mapping[str, str], where: str) -> Description:
-        if "mambacl.model" not in text:
+        if MARK not in text:
             raise UserError(
                 f"{where} is not a model that mambacl exported: give a run folder, or a file from `mambacl export RUN`."
             )
         try:
-            model = json.loads(text["mambacl.model"])
+            model = json.loads(text[MARK])
             if model["schema"] != SCHEMA:
                 raise UserError(
                     f"{where} has the schema {model['schema']!r}, but this version of mambacl reads schema {SCHEMA}: "

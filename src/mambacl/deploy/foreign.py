@@ -34,7 +34,8 @@ class Format:
     modules: tuple[str, ...]
     """what it needs, in the extra of the same name"""
     write: Callable[[Program, Path, Mapping[str, str]], None]
-    open: Callable[[Path], Answer]
+    open: Callable[[Path, int], Answer]
+    """for a number of threads; 0: as many as the runtime likes"""
     others: tuple[str, ...] = ()
     """suffixes of further files that belong to it"""
 
@@ -73,11 +74,13 @@ def _write_onnx(program: Program, path: Path, text: Mapping[str, str]) -> None:
     path.write_bytes(_onnx_bytes(program, text))
 
 
-def _open_onnx(path: Path) -> Answer:
+def _open_onnx(path: Path, threads: int) -> Answer:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # between calls, other programs have the cores
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     [name] = [given.name for given in session.get_inputs()]
     return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
@@ -92,11 +95,12 @@ def _write_openvino(program: Program, path: Path, text: Mapping[str, str]) -> No
     openvino.save_model(model, str(path), compress_to_fp16=False)
 
 
-def _open_openvino(path: Path) -> Answer:
+def _open_openvino(path: Path, threads: int) -> Answer:
+    """Takes an ONNX file, too."""
     import openvino
 
-    core = openvino.Core()
-    model = core.compile_model(core.read_model(str(path)), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+    model = openvino.Core().compile_model(str(path), "CPU", hints)
     return lambda images: torch.from_numpy(model(images.numpy())[0].copy())
 
 
@@ -104,7 +108,8 @@ def _write_pt2(program: Program, path: Path, text: Mapping[str, str]) -> None:
     torch.export.save(program, path, extra_files={PT2_TEXT: json.dumps(dict(text))})
 
 
-def _open_pt2(path: Path) -> Answer:
+def _open_pt2(path: Path, _: int) -> Answer:
+    """Has PyTorch's threads."""
     model: Any = torch.export.load(path).module()
 
     def answer(images: Tensor) -> Tensor:

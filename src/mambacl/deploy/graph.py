@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 from mambacl.deploy.plain_classifiers import plain_classifier
 from mambacl.deploy.predictor import Predictor
+from mambacl.deploy.resizing import resized
 from mambacl.errors import UserError
 from mambacl.methods import Method
 from mambacl.ops.precision import at_least_float32
 from mambacl.ops.scan_traced import traced
 
-MOST_IMAGES = 65536  # per batch
+MOST = 65536  # images per batch, and pixels along a side
 
 
 class Scores(nn.Module):
-    """Scores (n, classes) of images: normalised (n, 3, size, size), or with `preprocessing` uint8 (n, size, size, 3).
+    """Scores (n, classes) of images: normalised (n, 3, size, size), or with `preprocessing` uint8 (n, h, w, 3).
 
     An image and its mirror image go through the model in one batch.
     """
@@ -31,7 +32,7 @@ class Scores(nn.Module):
         super().__init__()
         method = predictor.method
         self.method, self.classes, self.preprocessing = method, len(predictor.classes), preprocessing
-        self.size = predictor.transforms.size
+        self.transforms = predictor.transforms
         self.model = method.model  # parameters belong to a registered module
         self.tuning = method.tuning if isinstance(method.tuning, nn.Module) else None
         own = type(method).predict is not Method.predict
@@ -46,7 +47,8 @@ class Scores(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         if self.preprocessing:
-            images = (images.permute(0, 3, 1, 2).to(self.mean.dtype) / 255 - self.mean) / self.std
+            images = resized(images.permute(0, 3, 1, 2), self.transforms.resize, self.transforms.config.interpolation)
+            images = self._normalised(self.transforms.cropped(images))
         views = self.method.views(images)
         scores = self.predict(torch.cat(views) if len(views) > 1 else images)
         if len(views) > 1:
@@ -55,11 +57,14 @@ class Scores(nn.Module):
             scores = scores.unflatten(1, (-1, self.classes)).amax(1)
         return scores
 
-    def inputs(self, prepared: Tensor) -> Tensor:
-        """Its input, from images as uint8 (n, 3, size, size)."""
+    def inputs(self, images: Tensor) -> Tensor:
+        """Its input, from resized images as uint8 (n, 3, h, w); with `preprocessing`, from images of any size."""
         if self.preprocessing:
-            return prepared.permute(0, 2, 3, 1).contiguous()
-        return (prepared.to(self.mean.dtype) / 255 - self.mean) / self.std
+            return images.permute(0, 2, 3, 1).contiguous()
+        return self._normalised(self.transforms.cropped(images))
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return (images.to(self.mean.dtype) / 255 - self.mean) / self.std
 
     def terms(self) -> int:
         """How many products the sums of all layers have; for the rounding error of the scores."""
@@ -88,11 +93,14 @@ def in_float64(module: Scores) -> Iterator[None]:
 
 def exported(module: Scores, form: str) -> torch.export.ExportedProgram:
     """The module as PyTorch operators, with a dynamic batch; scans in a form of `ops.scan_traced`."""
-    example = module.inputs(torch.zeros(3, 3, module.size, module.size, dtype=torch.uint8))
-    batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
+    size = module.transforms.resize
+    sides = (size + 2, size + 3) if module.preprocessing else (size, size)
+    example = module.inputs(torch.zeros(3, 3, *sides, dtype=torch.uint8))
+    dynamic = ("batch", "height", "width")[: 3 if module.preprocessing else 1]
+    sizes = {axis: torch.export.Dim(name, min=1, max=MOST) for axis, name in enumerate(dynamic)}
     try:
         with torch.no_grad(), traced(form):
-            return torch.export.export(module, (example,), dynamic_shapes={"images": {0: batch}}, strict=False)
+            return torch.export.export(module, (example,), dynamic_shapes={"images": sizes}, strict=False)
     except Exception as error:  # whatever a part of another package does that cannot be traced
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         method = module.method

@@ -9,9 +9,9 @@ from pathlib import Path
 from mambacl.deploy.hub_files import FILE, LOGIN, api, check_name, downloaded, hub, one_sentence
 from mambacl.deploy.loading import load
 from mambacl.deploy.model_card import model_card
-from mambacl.deploy.model_file import read_description
+from mambacl.deploy.model_file import check_target
 from mambacl.errors import UserError
-from mambacl.files import disk_error, expanded, make_folder, replacing
+from mambacl.files import expanded, make_folder, replacing, writing
 from mambacl.status import hidden
 
 
@@ -43,15 +43,9 @@ def pull(repo: str, *, revision: str | None = None, out: str | Path | None = Non
     """Downloads a model that `push` uploaded, checks it, and writes it to a file that `mambacl.load` takes."""
     check_name(repo)
     path = Path(f"{repo.partition('/')[2]}.safetensors") if out is None else expanded(out)
-    if path.suffix != ".safetensors":
-        raise UserError(f"The model's file must end in .safetensors, got {path}.")
-    if path.exists():
-        read_description(path, f"{path} exists and is not an exported model: choose another name.")
+    check_target(path)
     found = downloaded(repo, revision)
     make_folder(path.parent)
-    try:
-        with replacing(path) as temporary:
-            shutil.copyfile(found, temporary)
-    except OSError as error:
-        raise disk_error(error, path) from None
+    with writing(path), replacing(path) as temporary:
+        shutil.copyfile(found, temporary)
     return path

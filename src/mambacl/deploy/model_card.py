@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from mambacl.deploy.description import NO_WEIGHTS, Description
+from mambacl.reports.rendering import markdown_escaped, pipe_table
 from mambacl.training.metrics import METRICS
 
 LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
@@ -113,12 +114,10 @@ def _made_with(card: dict[str, Any]) -> str:
 def _table(title: str, head: list[str], rows: list[list[str]], before: str = "") -> str:
     if not rows:
         return ""
-    lines = [head, ["---"] * len(head), *([_plain(cell) for cell in row] for row in rows)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n\n".join(part for part in (f"## {title}", before, table) if part)
+    table = pipe_table(head, ([_plain(cell) for cell in row] for row in rows))
+    return "\n\n".join(part for part in (f"## {title}", before, table.rstrip()) if part)
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown and HTML leave alone, on one line. A character that UTF-8 lacks becomes an escape."""
-    text = text.encode(errors="backslashreplace").decode()
-    return re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", " ".join(text.split()))
+    """A character that UTF-8 lacks becomes an escape."""
+    return markdown_escaped(text.encode(errors="backslashreplace").decode())

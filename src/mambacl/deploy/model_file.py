@@ -10,25 +10,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mambacl.deploy.description import Description
+from mambacl.deploy.description import MARK, Description
 from mambacl.errors import UserError
-from mambacl.files import disk_error, make_folder, read_tensors, write_tensors
+from mambacl.files import make_folder, read_tensors, write_tensors, writing
 from mambacl.methods.base import CLASSIFIER, Method
 
 PARTS = ("backbone", "method", "task")
 
 
 def write_model(method: Method, description: Description, path: Path) -> None:
+    check_target(path)
+    make_folder(path.parent)
+    with writing(path):
+        write_tensors(path, tensors_of(method), description.as_text())
+
+
+def check_target(path: Path) -> None:
+    """Refuses a name that is not for a model, or that something else has."""
     if path.suffix != ".safetensors":
         raise UserError(f"The model's file must end in .safetensors, got {path}.")
-    if path.is_file():
+    if path.exists():
         read_description(path, f"{path} exists and is not an exported model: choose another name.")
-    make_folder(path.parent)
-    tensors = tensors_of(method)
-    try:
-        write_tensors(path, tensors, description.as_text())
-    except OSError as error:
-        raise disk_error(error, path) from None
 
 
 def tensors_of(method: Method) -> dict[str, Tensor]:
@@ -55,25 +57,23 @@ def read_model(path: Path) -> tuple[dict[str, dict[str, Tensor]], Description]:
 
 def is_exported(path: Path) -> bool:
     """Whether `mambacl export` wrote this file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return "mambacl.model" in (file.metadata() or {})
-    except (SafetensorError, OSError):
-        return False
+    return MARK in _text(path)
 
 
 def read_description(path: Path, otherwise: str | None = None) -> Description:
     """The description alone, without reading the tensors. `otherwise`: the error for a file of another kind."""
-    from safetensors import SafetensorError, safe_open
-
-    text: dict[str, str] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = dict(file.metadata() or {})
-    except (SafetensorError, OSError):
-        pass  # no safetensors file has no description either
-    if otherwise is not None and "mambacl.model" not in text:
+    text = _text(path)
+    if otherwise is not None and MARK not in text:
         raise UserError(otherwise)
     return Description.from_text(text, str(path))
+
+
+def _text(path: Path) -> dict[str, str]:
+    """The metadata; empty if it is no safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}

@@ -14,9 +14,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mambacl.deploy.onnx_nodes import Nodes
 from mambacl.ops.scan_traced import LOOP
 
 OPSET = 18
@@ -91,26 +93,16 @@ def _insert_loops(model: Any) -> None:
 
 def _loop(node: Any, shapes: dict[str, Any], graph: Any) -> list[Any]:
     """The nodes of y, last = scan(x (b, l, g, k), delta (b, l, g, k), A (g, n, k), B (b, l, g, n), C (b, l, g, n))."""
-    import numpy as np
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import TensorProto, helper
 
     x, delta, A, B, C = node.input
     y, last = node.output
     prefix = f"{y}_loop"
-    nodes: list[Any] = []
+    outer = Nodes(prefix)
+    add, constant = outer.add, outer.constant
     dims = shapes[B].type.tensor_type.shape.dim
     groups, states = dims[2].dim_value, dims[3].dim_value
     width = shapes[x].type.tensor_type.shape.dim[3].dim_value
-
-    def add(kind: str, *inputs: str, name: str = "", **attributes: Any) -> str:
-        name = name or f"{prefix}_{kind.lower()}_{len(nodes)}"
-        nodes.append(helper.make_node(kind, list(inputs), [name], name=name, **attributes))
-        return name
-
-    def constant(value: Any, kind: Any = np.int64) -> str:
-        name = f"{prefix}_constant_{len(graph.initializer)}"
-        graph.initializer.append(numpy_helper.from_array(np.asarray(value, kind), name))
-        return name
 
     def by_time(given: str, axis: int) -> str:
         """(l, b, g, ...) with one more axis."""
@@ -119,22 +111,17 @@ def _loop(node: Any, shapes: dict[str, Any], graph: Any) -> list[Any]:
     sliced = [by_time(delta, 3), by_time(x, 3), by_time(B, 4), by_time(C, 3)]
     batch = add("Shape", x, start=0, end=1)
     start = add("Expand", constant(0.0, np.float32), add("Concat", batch, constant([groups, states, width]), axis=0))
-    names = [f"{prefix}_{name}" for name in ("h", "delta_t", "x_t", "B_t", "C_t", "decay", "added", "h_new", "y_t")]
-    h, delta_t, x_t, B_t, C_t, decay, added, h_new, y_t = names
-    inside = [
-        helper.make_node("Mul", [delta_t, A], [f"{prefix}_exponent"]),
-        helper.make_node("Exp", [f"{prefix}_exponent"], [decay]),
-        helper.make_node("Mul", [B_t, x_t], [added]),
-        helper.make_node("Mul", [decay, h], [f"{prefix}_kept"]),
-        helper.make_node("Add", [f"{prefix}_kept", added], [h_new]),
-        helper.make_node("MatMul", [C_t, h_new], [y_t]),
-    ]
+    inner = Nodes(f"{prefix}_step")
+    h, delta_t, x_t, B_t, C_t = (f"{prefix}_{name}" for name in ("h", "delta_t", "x_t", "B_t", "C_t"))
+    kept = inner.add("Mul", inner.add("Exp", inner.add("Mul", delta_t, A)), h)
+    h_new = inner.add("Add", kept, inner.add("Mul", B_t, x_t))
+    y_t = inner.add("MatMul", C_t, h_new)
 
     def typed(name: str, *sizes: int) -> Any:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, groups, *sizes])
 
     body = helper.make_graph(
-        inside,
+        inner.nodes,
         prefix,
         [
             typed(h, states, width),
@@ -146,8 +133,9 @@ def _loop(node: Any, shapes: dict[str, Any], graph: Any) -> list[Any]:
         [typed(h_new, states, width), typed(y_t, 1, width)],
     )
     steps = f"{prefix}_steps"
-    nodes.append(
+    outer.nodes.append(
         helper.make_node("Scan", [start, *sliced], [last, steps], name=prefix, body=body, num_scan_inputs=len(sliced))
     )  # steps (l, b, g, 1, k)
     add("Transpose", add("Squeeze", steps, constant([3])), name=y, perm=[1, 0, 2, 3])
-    return nodes
+    graph.initializer.extend(outer.constants)
+    return outer.nodes

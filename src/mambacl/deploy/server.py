@@ -163,5 +163,4 @@ def _try_read(model: Predictor, name: str, data: bytes, max_pixels: int) -> Any:
 def _page(options: ServeOptions) -> str:
     loader = PackageLoader("mambacl.deploy")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    name = options.shown
-    return environment.get_template("serve.html").render(name=name, max_bytes=options.max_bytes)
+    return environment.get_template("serve.html").render(name=options.shown, max_bytes=options.max_bytes)

@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from mambacl.deploy.graph import Scores, exported, in_float64
 from mambacl.deploy.inputs import pixels
 from mambacl.deploy.predictor import Predictor
 from mambacl.errors import UserError
-from mambacl.files import disk_error, expanded
+from mambacl.files import expanded, writing
 from mambacl.training.api import arithmetic
 from mambacl.training.folder import RunFolder
 
 COMPARED = 64  # images
+AS_THEY_ARE = 16  # of these, compared without our resizing; photos need memory
 SIZES = (1, 3)  # of the first batches; the rest is one batch
 MARGIN = 8  # for the largest of many rounding errors
 ELEMENTARY = 4  # units in the last place that a runtime's exp or cos may be off
@@ -51,6 +52,9 @@ class Shipped:
     difference: float
     """the largest one between its scores and ours in float64"""
     allowed: float
+    resized_difference: float | None
+    """the same on images that the file resizes, from our scores; None without preprocessing"""
+    resized_allowed: float | None
     same_answers: int
     """images whose best class is the same"""
     batch: int
@@ -65,43 +69,47 @@ def ship(
     predictor: Predictor,
     path: Path,
     to: str,
-    images: list[Tensor],
+    images: Iterable[Tensor],
     source: str,
     *,
     preprocessing: bool = False,
     batch: int = 32,
 ) -> Shipped:
-    """Writes the model to `path`, unless its scores of `images`, uint8 (3, size, size), differ from ours by more than
+    """Writes the model to `path`, unless its scores of `images`, uint8 (3, h, w), differ from ours by more than
     rounding. The files get their names only after that."""
     kind = checked(to, path)
     module = Scores(predictor, preprocessing)
-    given = torch.stack(images)
+    raw: list[Tensor] = []
+    resized: list[Tensor] = []
+    for image in images:
+        resized.append(predictor.transforms.resized(image))
+        if preprocessing and len(raw) < AS_THEY_ARE:
+            raw.append(image)
+    given = torch.stack(resized)
     program = exported(module, kind.form)
     text = described(predictor, preprocessing)
     many = given.repeat(-(-batch // len(given)), 1, 1, 1)[:batch]
-    theirs, ours = module.inputs(many), predictor.transforms.normalize(many)
+    theirs, ours = module.inputs(many), predictor.transforms.normalize(predictor.transforms.cropped(many))
     our_speed = per_second(lambda: predictor.scores(ours), batch)  # before other threads wait for work
-    try:
-        with tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            _write(kind, program, written, text)
-            answer = kind.open(written)
-            difference, allowed, same = compared(predictor, module, answer, given)
-            if not difference <= allowed:  # also NaN
-                raise UserError(
-                    f"In {kind.runtime}, the scores of {len(images)} images differ from ours by {difference:.3g}, more "
-                    f"than rounding explains ({allowed:.3g}): nothing was written. Please report this."
-                )
-            speed = per_second(lambda: answer(theirs), batch)
-            size = sum(file.stat().st_size for file in kind.files(written))
-            for file, target in zip(kind.files(written), kind.files(path), strict=True):
-                _flush(file)
-                os.replace(file, target)
-    except OSError as error:
-        raise disk_error(error, path) from None
+    with writing(path), tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        _write(kind, program, written, text)
+        answer = kind.open(written, 0)
+        difference, allowed, same = compared(predictor, module, answer, given)
+        _check(kind, difference, allowed, f"the scores of {len(given)} images", "rounding explains")
+        by_file: float | None = None
+        by_levels: float | None = None
+        if preprocessing:
+            by_file, by_levels = compared_resized(predictor, module, answer, raw)
+            _check(kind, by_file, by_levels, "the scores of images that it resizes", "one grey level explains")
+        speed = per_second(lambda: answer(theirs), batch)
+        size = sum(file.stat().st_size for file in kind.files(written))
+        for file, target in zip(kind.files(written), kind.files(path), strict=True):
+            _flush(file)
+            os.replace(file, target)
     return Shipped(
-        tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(images),
-        source, difference, allowed, same, batch, speed, our_speed,
+        tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(given),
+        source, difference, allowed, by_file, by_levels, same, batch, speed, our_speed,
     )  # fmt: skip
 
 
@@ -116,6 +124,14 @@ def checked(to: str, path: Path) -> Format:
     if path.is_dir() or (path.is_file() and MARK.encode() not in path.read_bytes()):
         raise UserError(f"{path} exists and is not an exported model: choose another name.")
     return kind
+
+
+def _check(kind: Format, difference: float, allowed: float, what: str, explained: str) -> None:
+    if not difference <= allowed:  # also NaN
+        raise UserError(
+            f"In {kind.runtime}, {what} differ from ours by {difference:.3g}, more than {explained} ({allowed:.3g}): "
+            "nothing was written. Please report this."
+        )
 
 
 def _write(kind: Format, program: Any, path: Path, text: dict[str, str]) -> None:
@@ -134,7 +150,7 @@ def _flush(path: Path) -> None:
 def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
     """The metadata of the file. Each value is JSON, except `licence`."""
     size, classifier = predictor.transforms.size, predictor.method.classifier
-    raw, normalised = f"uint8 (n, {size}, {size}, 3), RGB", f"float32 (n, 3, {size}, {size}), normalised"
+    raw, normalised = "uint8 (n, height, width, 3), RGB", f"float32 (n, 3, {size}, {size}), normalised"
     about = {
         "input": raw if preprocessing else normalised,
         "output": "scores (n, classes); the highest is the answer",
@@ -150,15 +166,15 @@ def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
 # Comparison
 
 
-def run_images(run: Path, predictor: Predictor) -> list[Tensor]:
+def run_images(run: Path) -> Iterator[Tensor]:
     """Test images of a run, spread evenly over its data."""
     stream = RunFolder.existing(run).config().stream
     try:
         if stream.root is not None and not Path(stream.root).exists():
             raise UserError(f"{stream.root} does not exist.")
         data = open_data(stream).test
-        chosen = torch.linspace(0, len(data.labels) - 1, min(COMPARED, len(data.labels))).long().tolist()
-        return [predictor.transforms.evaluate(data.image(index)) for index in chosen]
+        for index in _spread(len(data.labels)):
+            yield data.image(index)
     except UserError as error:
         reason = str(error).rstrip(".")
         raise UserError(
@@ -167,14 +183,20 @@ def run_images(run: Path, predictor: Predictor) -> list[Tensor]:
         ) from None
 
 
-def folder_images(folder: Path, predictor: Predictor) -> list[Tensor]:
+def folder_images(folder: Path) -> Iterator[Tensor]:
     """Images of a folder and those below it, spread evenly."""
     place = expanded(folder)
     files = images_under(place) if place.is_dir() else []
     if not files:
         raise UserError(f"{folder} is no folder with images: --images takes a folder with some of the model's kind.")
-    chosen = torch.linspace(0, len(files) - 1, min(COMPARED, len(files))).long().tolist()
-    return [predictor.transforms.evaluate(pixels(files[index])) for index in chosen]
+    return (pixels(files[index]) for index in _spread(len(files)))
+
+
+def _spread(count: int) -> list[int]:
+    """Some of `count` places, evenly. So are the first few of them."""
+    places = torch.linspace(0, count - 1, min(COMPARED, count)).long().tolist()
+    parts = COMPARED // AS_THEY_ARE
+    return [place for part in range(parts) for place in places[part::parts]]
 
 
 @torch.no_grad()
@@ -187,9 +209,7 @@ def compared(predictor: Predictor, module: Scores, answer: Answer, images: Tenso
     """
     with in_float64(module):
         exact = module(module.inputs(images))
-    with arithmetic(predictor.description.config):
-        own = predictor.method.answer(predictor.transforms.normalize(images))
-    own = own.unflatten(1, (-1, len(predictor.classes))).amax(1)
+    own = _own_scores(predictor, predictor.transforms.cropped(images))
     sizes = [size for size in SIZES if size < len(images)]
     parts = images.split([*sizes, len(images) - sum(sizes)]) if sum(sizes) < len(images) else images.split(1)
     theirs = torch.cat([answer(module.inputs(part)) for part in parts])
@@ -201,6 +221,29 @@ def compared(predictor: Predictor, module: Scores, answer: Answer, images: Tenso
     by_terms = MARGIN * unit * module.terms() ** 0.5 * exact[finite].abs().max().item()
     allowed = max(MARGIN * ELEMENTARY * own_error, by_terms)
     return error, allowed, int((theirs.argmax(1) == own.argmax(1)).sum())
+
+
+def _own_scores(predictor: Predictor, prepared: Tensor) -> Tensor:
+    """In float32, also if the run used bf16."""
+    with arithmetic(predictor.description.config):
+        found = predictor.method.answer(predictor.transforms.normalize(prepared))
+    return found.unflatten(1, (-1, len(predictor.classes))).amax(1)
+
+
+@torch.no_grad()
+def compared_resized(predictor: Predictor, module: Scores, answer: Answer, images: list[Tensor]) -> tuple[float, float]:
+    """The largest difference of an answer from ours on images that each of us resizes, and what one grey level more or
+    less in every pixel changes in ours."""
+    prepared = torch.stack([predictor.transforms.evaluate(image) for image in images])
+    draw = torch.Generator().manual_seed(0)
+    levels = 2 * torch.randint(0, 2, prepared.shape, generator=draw) - 1
+    own, moved = (_own_scores(predictor, some) for some in (prepared, prepared + levels))
+    theirs = torch.cat([answer(module.inputs(image[None])) for image in images])
+    finite = own.isfinite()
+    if theirs.shape != own.shape or not torch.equal(theirs.isfinite(), finite):
+        return float("nan"), 0.0
+    found, allowed = ((scores - own)[finite].abs().max().item() for scores in (theirs, moved))
+    return found, allowed
 
 
 def per_second(call: Callable[[], object], batch: int) -> float:

@@ -95,6 +95,11 @@ def to_markdown(table: Table) -> str:
     return "\n".join([f"{markdown_escaped(table.caption)}", "", *lines, "", *notes]).rstrip() + "\n"
 
 
+def pipe_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of cells as they are."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+
+
 def to_latex(table: Table) -> str:
     """A tabular for the package booktabs with the best value per column in bold; caption and notes are comments."""
     lines = [f"% {_one_line(table.caption)}", r"% needs \usepackage{booktabs}"]
