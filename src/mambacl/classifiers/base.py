@@ -39,6 +39,8 @@ class Classifier(nn.Module, ABC):
     """whether `update` gets each task's features when the task ends"""
     estimates_probabilities: ClassVar[bool] = False
     """whether scores estimate the classes' probabilities, as least squares do; otherwise they count as logits"""
+    leaves_out: ClassVar[bool] = False
+    """whether it has `left_out`, which calibrates its probabilities"""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -71,6 +73,12 @@ class Classifier(nn.Module, ABC):
     def favour_rare(self, first: int) -> None:
         """After `finish_task`: helps the classes from label `first` on that have fewer images than the others on
         average, until the next task. For classifiers whose scores grow with a class's share of the images."""
+
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` would say about images (n, views, d) that it was updated with, all their views among them, if
+        it had never seen the image, and if it had never seen its class: scores (n, views, classes) twice, the second
+        with minus infinity for the image's class. Each image is left out on its own. Only if `leaves_out`."""
+        raise UserError(f"The classifier '{self.name}' cannot tell how it would answer without an image.")
 
     def merge(self, other: "Classifier") -> None:
         """Adds what another classifier of the same kind was updated with."""
