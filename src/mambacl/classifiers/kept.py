@@ -77,8 +77,7 @@ class KeptFeatures:
         self.labels, self.places = torch.cat((self.labels[old], labels[new])), chosen
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Features (n, views, d) and labels, of the classes with at least two images: without it, a class with one image
-        would have none."""
+        """Features (n, views, d) and labels. A class with one image would have none without it, and is left out."""
         enough = self.counts[self.labels] > 1
         return from_bytes(self.values[enough], self.scales[enough]), self.labels[enough]
 

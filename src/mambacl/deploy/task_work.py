@@ -112,8 +112,10 @@ class TaskWork:
                 self._train()
         except OSError as error:
             raise disk_error(error, self.folder.under_way) from None
-        if not self.unbalanced and self.method.classifier.updates:
-            self.method.classifier.favour_rare(sum(self.widths[: self.history.own]))
+        if self.method.classifier.updates:
+            if not self.unbalanced:
+                self.method.classifier.favour_rare(sum(self.widths[: self.history.own]))
+            self.method.calibrate()
         self.images()
 
     def images(self) -> dict[str, int]:
@@ -186,10 +188,12 @@ class TaskWork:
         self._fit(some)  # the first one starts threads and compiles
         begun = time.perf_counter()
         self._fit(some)
+        self.method.calibrate()
         fixed = time.perf_counter() - begun  # almost all of it solves for the classifier
         begun = time.perf_counter()
         count = sum(1 for _ in given.prepared(transforms, TIMED))
         self._fit(given.prepared(transforms, TIMED))
+        self.method.calibrate()
         each = max(0.0, time.perf_counter() - begun - fixed) / max(1, count)
         return fixed + each * len(given)
 

@@ -185,7 +185,7 @@ def setup_of(config: RunConfig, known: nn.Linear | None = None) -> Setup:
         options=config.options,
         classifier=config.classifier,
         classifier_options=config.classifier_options,
-        features=config.features,
+        features=dataclasses.replace(config.features, kept=0) if config.stream.by_domain else config.features,
         known_classifier=known,
         folder=config.folder / "checkpoints",
     )

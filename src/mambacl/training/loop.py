@@ -206,6 +206,7 @@ class Loop:
                 if self.method.start:
                     self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
                 self.method.fit_classifier(self.progress.over(batches))
+                self.method.calibrate()
 
     def _end_task(self, task: int) -> None:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
