@@ -116,9 +116,8 @@ class LDA(ClassStatisticsClassifier):
         known = scores(means).scatter(2, columns, scores(own[:, None])).masked_fill(counts == 0, -torch.inf)
         if not self.options.balanced:
             known = known + counts.double().clamp(min=1).log()
-            known = known.scatter_add(
-                2, columns, (left.double() / counts[labels]).log()[:, None, None].expand(columns.shape)
-            )
+            fewer = (left.double() / counts[labels]).log()
+            known = known.scatter_add(2, columns, fewer[:, None, None].expand(columns.shape))
         return known, without_own(known, labels)
 
 

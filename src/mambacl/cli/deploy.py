@@ -15,7 +15,7 @@ from mambacl.cli.progress import with_progress
 from mambacl.cli.training import status
 from mambacl.config import Device
 from mambacl.deploy.comparison import Amount, Limits, Points, Rate, read_limits
-from mambacl.deploy.rows import as_numbers, as_row, sentence
+from mambacl.deploy.rows import as_numbers, as_row, as_sentence
 from mambacl.errors import UserError
 from mambacl.files import disk_error, write_bytes
 from mambacl.options import Must, at_least, build
@@ -84,7 +84,7 @@ def predict(
     elif csv_ or suffix == ".csv":
         text = _csv(answers, not model.not_calibrated, rates)
     else:
-        text = _table(answers) + ("" if rates is None else f"{sentence(rates)}\n")
+        text = _table(answers) + ("" if rates is None else f"{as_sentence(rates)}\n")
     if out is None:
         print(text, end="")
     else:

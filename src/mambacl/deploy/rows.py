@@ -31,7 +31,7 @@ def as_numbers(rates: Rates) -> dict[str, float]:
     }
 
 
-def sentence(rates: Rates) -> str:
+def as_sentence(rates: Rates) -> str:
     """The same for readers."""
     return (
         f"unknown: below {rates.threshold:.1%}. About {rates.false_rejections:.1%} of images of known classes and "

@@ -224,8 +224,8 @@ class Method:
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Called when the classifier is complete for a task: calibrates its probabilities on features that were kept, as
-        if it had not seen them."""
+        """Called when the classifier is complete for a task: calibrates its probabilities, on the features that were
+        kept, as if it had never seen them."""
         self.calibration = None
         features, labels = self.kept.read()
         if len(labels):
