@@ -47,9 +47,12 @@ class LDA(ClassStatisticsClassifier):
     covariance = "pooled"
     leaves_out: ClassVar[bool] = True
 
-    def shrunk(self, fewer: int = 0) -> tuple[Tensor, Tensor]:
-        """S (d, d) and 1 - a; the identity and 0 if no class varies, which makes this the nearest class mean. `fewer`:
-        divide the sums by this many degrees of freedom less."""
+    def shrunk(self) -> Tensor:
+        """S (d, d); the identity if no class varies, which makes this the nearest class mean."""
+        return self._shrunk()[0]
+
+    def _shrunk(self, fewer: int = 0) -> tuple[Tensor, Tensor]:
+        """S and 1 - a, or 0 if S is the identity. `fewer`: divide the sums by this many degrees of freedom less."""
         within, freedom, error = self.statistics.within(), self.statistics.freedom().sum(), self.statistics.rounding()
         identity = torch.eye(len(within), dtype=within.dtype, device=within.device)
         variance = mean_variance(within)
@@ -67,7 +70,7 @@ class LDA(ClassStatisticsClassifier):
         seen = counts > 0
         centre = means.sum(0) / seen.sum().clamp(min=1)
         means = torch.where(seen[:, None], means - centre, 0.0)
-        weights = torch.cholesky_solve(means.T, torch.linalg.cholesky(self.shrunk()[0])).T  # (classes, d)
+        weights = torch.cholesky_solve(means.T, torch.linalg.cholesky(self.shrunk())).T  # (classes, d)
         biases = -(weights * means).sum(1) / 2
         if not self.options.balanced:
             biases = biases + (counts.double() / counts.sum().clamp(min=1)).log()
@@ -92,7 +95,7 @@ class LDA(ClassStatisticsClassifier):
         x, labels, views = features.to(means), labels.to(means.device), features.shape[1]
         centre = means[counts > 0].mean(0)
         means, x = means - centre, x - centre
-        matrix, share = self.shrunk(fewer=views)
+        matrix, share = self._shrunk(fewer=views)
         lower, left = torch.linalg.cholesky(matrix), (counts[labels] - views).clamp(min=1)
 
         def solved(rows: Tensor) -> Tensor:
