@@ -26,7 +26,10 @@ CIFAR = {"stream.train_per_class": 100, "features.mirror": "learning", "classifi
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("demo", {}),
     "demo, lda": ("demo", {"classifier": "lda", "classifier_options": {}, "features.depths": "final"}),
-    "demo, nearest-mean": ("demo", {"classifier": "nearest-mean", "classifier_options": {}, "features.depths": "final"}),
+    "demo, nearest-mean": (
+        "demo",
+        {"classifier": "nearest-mean", "classifier_options": {}, "features.depths": "final"},
+    ),
     "CIFAR-100": ("cifar100-10-nano", CIFAR),
 }
 IMAGES: dict[str, dict[str, Any]] = {"held back": {"stream.validation": 0.2}, "test": {}}
@@ -101,7 +104,12 @@ def main(given: list[str] | None = None) -> None:
             mambacl.train(preset, out=str(out), overwrite=True, loop=Measuring, **root, **options, **IMAGES[images])
             for place, found in Measuring.measured.items():
                 row = f"{name}, {place}, {images}"
-                rows[row] = {"what": f"{name}, {place}", "preset": preset, "options": {**options, **IMAGES[images]}, **found}
+                rows[row] = {
+                    "what": f"{name}, {place}",
+                    "preset": preset,
+                    "options": {**options, **IMAGES[images]},
+                    **found,
+                }
                 listed = tables.setdefault(images, {"columns": COLUMNS, "rows": []})["rows"]
                 listed += [] if row in listed else [row]
             record |= {"unit": "per cent", "rows": rows, "tables": tables}

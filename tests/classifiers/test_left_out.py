@@ -107,6 +107,14 @@ def test_without_its_class_an_image_is_scored_nearly_as_by_a_model_that_never_sa
 
 
 def test_a_classifier_without_a_closed_form_says_so() -> None:
+    class Other(NearestMean):
+        def forward(self, features: Tensor) -> Tensor:
+            return 2 * super().forward(features)
+
+    class Same(Ridge):
+        name = "same"
+
     features, labels = some()
+    assert [kind(D).leaves_out for kind in (Other, Same, Gaussian, LDA)] == [False, True, False, True]
     with pytest.raises(UserError, match="'gaussian' cannot tell how it would answer without an image"):
         taught(Gaussian, features, labels).left_out(features, labels)

@@ -197,7 +197,9 @@ def test_the_command_states_the_threshold_and_both_rates(
     words = [str(trained), str(tmp_path / "photos"), "--unknown", "0.2"]
     table, errors = said(capsys, *words)
     assert errors == "" and table.count("\n") == 3
-    assert table.splitlines()[-1].startswith(f"unknown: below {rates.threshold:.1%}. About {rates.false_rejections:.1%}")
+    assert table.splitlines()[-1].startswith(
+        f"unknown: below {rates.threshold:.1%}. About {rates.false_rejections:.1%}"
+    )
     for row in json.loads(said(capsys, *words, "--json")[0]):
         numbers = row["unknown_below"]
         assert row["calibrated"] and numbers["threshold"] == pytest.approx(rates.threshold, abs=1e-6)

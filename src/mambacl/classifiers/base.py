@@ -39,8 +39,6 @@ class Classifier(nn.Module, ABC):
     """whether `update` gets each task's features when the task ends"""
     estimates_probabilities: ClassVar[bool] = False
     """whether scores estimate the classes' probabilities, as least squares do; otherwise they count as logits"""
-    leaves_out: ClassVar[bool] = False
-    """whether it has `left_out`, which calibrates its probabilities"""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -73,6 +71,15 @@ class Classifier(nn.Module, ABC):
     def favour_rare(self, first: int) -> None:
         """After `finish_task`: helps the classes from label `first` on that have fewer images than the others on
         average, until the next task. For classifiers whose scores grow with a class's share of the images."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it has a `left_out` for its `forward`, which calibrates its probabilities: a subclass with another
+        `forward` needs another one."""
+        own = {
+            name: next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in ("forward", "left_out")
+        }
+        return own["left_out"] is own["forward"]
 
     def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` would say about images (n, views, d) that it was updated with, all their views among them, if

@@ -45,7 +45,6 @@ class LDA(ClassStatisticsClassifier):
     summary = "linear discriminant analysis with a shrunk covariance, computed from features when a task ends"
     options_class: ClassVar[type] = LDAOptions
     covariance = "pooled"
-    leaves_out: ClassVar[bool] = True
 
     def shrunk(self) -> Tensor:
         """S (d, d); the identity if no class varies, which makes this the nearest class mean."""

@@ -26,7 +26,6 @@ class NearestMean(FollowsDrift, StatisticsClassifier):
     name = "nearest-mean"
     summary = "the closest class mean, computed from features when a task ends"
     options_class: ClassVar[type] = DriftOptions
-    leaves_out: ClassVar[bool] = True
     sums: Tensor  # (classes, d), in units
     counts: Tensor  # (classes,)
 

@@ -58,7 +58,6 @@ class Ridge(FollowsDrift, StatisticsClassifier):
     summary = "ridge regression on a random lift of the features, from sums over all tasks"
     options_class: ClassVar[type] = RidgeOptions
     estimates_probabilities: ClassVar[bool] = True
-    leaves_out: ClassVar[bool] = True
     center: Tensor  # m (d,); empty until it is fixed
     scale: Tensor  # s (d,)
     gram: Tensor  # G, in storage: see `Gram`
