@@ -157,7 +157,7 @@ def test_a_run_from_before_loads_learns_and_says_that_it_is_not_calibrated(run: 
     model = mambacl.load(run, "cpu")
     assert torch.equal(model.scores(images), expected)
     assert "made by an earlier version: train it again" in model.not_calibrated
-    with pytest.raises(UserError, match="not calibrated, because .* choose a threshold yourself: --unknown-below"):
+    with pytest.raises(UserError, match=r"not calibrated, because .* choose a threshold yourself: --unknown-below"):
         model.rejecting(0.05)
     write_images([tmp_path / "new" / "eel" / f"{number}.png" for number in range(80)])
     mambacl.learn(run, tmp_path / "new", device="cpu")  # these images are no sample of all
