@@ -388,9 +388,11 @@ class Loop:
         }
 
     def _classifier_size(self) -> dict[str, int]:
-        """The size of a classifier that is computed from features, once it has any."""
-        classifier = self.method.classifier
-        return {"classifier_bytes": classifier.nbytes} if classifier.updates and self.position.correct else {}
+        """The size of a classifier that is computed from features, once it has any, and of the features kept."""
+        classifier, kept = self.method.classifier, self.method.kept
+        if not classifier.updates or not self.position.correct:
+            return {}
+        return {"classifier_bytes": classifier.nbytes, **({"kept_bytes": kept.nbytes} if kept.room else {})}
 
 
 def consolidates(method: Method) -> bool:
