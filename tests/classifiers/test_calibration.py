@@ -1,4 +1,6 @@
-"""The temperature, the thresholds for unknown images, and the features that are kept for them."""
+"""The temperature, the knee, the thresholds for unknown images, and the features that are kept for them."""
+
+import math
 
 import pytest
 import torch
@@ -23,6 +25,21 @@ def test_the_fit_recovers_a_known_temperature(temperature: float) -> None:
     assert fit_temperature(scores, labels) == pytest.approx(temperature, rel=0.05)
 
 
+@pytest.mark.parametrize("knee", [0.5, 1.0, 2.0])
+def test_the_fit_recovers_a_known_knee(knee: float) -> None:
+    """To the nearest one that is tried."""
+    scores, _ = drawn(1.0, 5000)
+    truth = Calibration(0.3, knee, scores, scores).probabilities(scores)
+    labels = torch.multinomial(truth, 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    found, plain = (calibrated(scores, scores, labels, estimates) for estimates in (True, False))
+    assert found is not None and plain is not None and plain.knee == math.inf
+    assert found.knee == pytest.approx(knee, rel=0.3) and found.temperature == pytest.approx(0.3, rel=0.1)
+    assert (found.probabilities(scores) - truth).abs().max() < 0.05
+    logits, classes = drawn(0.3, 5000)
+    none = calibrated(logits, logits, classes, True)
+    assert none is not None and (none.knee > 8 * none.temperature)  # hardly bent
+
+
 def test_the_temperature_follows_the_scale_of_the_scores_and_ignores_their_shift() -> None:
     scores, labels = drawn(0.5, 500)
     found = fit_temperature(scores, labels)
@@ -40,7 +57,7 @@ def test_images_that_are_all_right_have_a_temperature_above_zero() -> None:
 
 def some_calibration() -> Calibration:
     scores, labels = drawn(0.4, 400)
-    found = calibrated(scores, scores.scatter(1, labels[:, None], -torch.inf), labels)
+    found = calibrated(scores, scores.scatter(1, labels[:, None], -torch.inf), labels, True)
     assert found is not None
     return found
 
@@ -70,9 +87,9 @@ def test_more_rejections_mean_fewer_acceptances() -> None:
 
 def test_few_images_or_another_version_give_no_calibration() -> None:
     scores, labels = drawn(1.0, FEWEST)
-    assert calibrated(scores, scores, labels) is not None
-    assert calibrated(scores[1:], scores[1:], labels[1:]) is None
-    assert calibrated(scores[:, :1], scores[:, :1], 0 * labels) is None
+    assert calibrated(scores, scores, labels, True) is not None
+    assert calibrated(scores[1:], scores[1:], labels[1:], True) is None
+    assert calibrated(scores[:, :1], scores[:, :1], 0 * labels, True) is None
     state = some_calibration().state_dict()
     again = Calibration.from_state(state)
     assert again is not None and torch.equal(again.known, state["known"])

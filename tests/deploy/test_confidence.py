@@ -15,6 +15,7 @@ from safetensors import safe_open
 from small_run import CONFIG
 
 import mambacl
+from mambacl.classifiers.calibration import bent
 from mambacl.cli import main
 from mambacl.deploy.loading import from_run
 from mambacl.deploy.shipping import SHARES, described
@@ -78,7 +79,8 @@ def test_probabilities_are_a_softmax_that_keeps_the_order(trained: Path) -> None
     images = inputs(model)
     scores, found = model.scores(images), model.probabilities(images)
     assert torch.equal(found.argmax(1), scores.argmax(1))
-    expected = torch.softmax(scores.double() / 2 / model.calibration.temperature, 1)  # two views
+    temperature, knee = model.calibration.temperature, model.calibration.knee
+    expected = torch.softmax(bent(scores.double() / 2, knee) / temperature, 1)  # two views
     assert torch.allclose(found, expected, rtol=1e-9)
     for answer, row in zip(model.answers(images, top=10), scores.argsort(1, descending=True).tolist(), strict=True):
         assert answer.classes == tuple(model.classes[label] for label in row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -152,8 +153,11 @@ def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
 
 
 def calibration_text(found: Calibration) -> dict[str, Any]:
-    """Probabilities are softmax(scores / views / temperature); thresholds for unknown images, with their rates."""
-    return {"temperature": found.temperature, "unknown": [as_numbers(found.rejecting(share)) for share in SHARES]}
+    """Probabilities are softmax(k / temperature asinh(scores / views / k)) with the knee k, or softmax(scores / views /
+    temperature) without one; thresholds for unknown images, with their rates."""
+    knee = None if math.isinf(found.knee) else found.knee
+    unknown = [as_numbers(found.rejecting(share)) for share in SHARES]
+    return {"temperature": found.temperature, "knee": knee, "unknown": unknown}
 
 
 # Comparison

@@ -232,7 +232,9 @@ class Method:
             with full_precision(next(self.model.parameters())):
                 known, foreign = self.classifier.left_out(features.to(self.device), labels.to(self.device))
             views = len(self.views(torch.empty(0, 0, 0, 0)))
-            self.calibration = calibrated(known[:, :views].mean(1), foreign[:, :views].mean(1), labels.to(self.device))
+            known, foreign = known[:, :views].mean(1), foreign[:, :views].mean(1)
+            estimates = self.classifier.estimates_probabilities
+            self.calibration = calibrated(known, foreign, labels.to(self.device), estimates)
 
     def why_not_calibrated(self) -> str:
         """Why `calibrate` can do nothing, as the end of a sentence with the remedy; empty if it can."""
