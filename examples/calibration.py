@@ -21,7 +21,7 @@ from mambacl.deploy.probabilities import as_probabilities
 from mambacl.training.loop import Loop
 
 SHARE = 0.05  # of images of known classes that may be called unknown
-CIFAR = {"stream.train_per_class": 100, "features.mirror": "learning", "classifier_options": {"width": 5000}}
+CIFAR = {"stream.train_per_class": 40, "features.mirror": "none", "classifier_options": {"width": 3000}}
 # name -> preset and options
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("demo", {}),
@@ -32,7 +32,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "CIFAR-100": ("cifar100-10-nano", CIFAR),
 }
-IMAGES: dict[str, dict[str, Any]] = {"held back": {"stream.validation": 0.2}, "test": {}}
+HELD_BACK = {"demo": 0.2, "cifar100-10-nano": 0.05}  # share of the training images
+IMAGES = ("held back", "test")
 COLUMNS = [
     "classes", "accuracy", "scores as they are", "softmax", "calibrated", "known rejected, asked", "seen",
     "others accepted, promised", "seen, others",
@@ -84,24 +85,27 @@ class Measuring(Loop):
         return torch.cat([scores.double() for scores, _ in parts]) / views, torch.cat([labels for _, labels in parts])
 
 
-def main(given: list[str] | None = None) -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", help="folder with CIFAR-100's files")
     parser.add_argument("--out", default="runs/calibration", help="parent of the run folders")
     parser.add_argument("--json", default="calibration.json", help="file for the results")
-    parser.add_argument("--only", nargs="+", choices=list(IMAGES), default=list(IMAGES), help="images to measure on")
-    arguments = parser.parse_args(given)
+    parser.add_argument("--only", nargs="+", choices=IMAGES, default=IMAGES, help="images to measure on")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
+    arguments = parser.parse_args(words)
     path = Path(arguments.json)
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rows, tables = record.get("rows", {}), record.get("tables", {})  # rows that are not measured now stay
-    for name, (preset, options) in RUNS.items():
+    for name in arguments.runs:
+        preset, options = RUNS[name]
         root = {"stream.root": arguments.root} if name.startswith("CIFAR") else {}
         if root and arguments.root is None:
             continue
         for images in arguments.only:
             Measuring.measured = {}
+            given = {**options, "stream.validation": HELD_BACK[preset]} if images == "held back" else options
             out = Path(arguments.out) / f"{name}-{images}".replace(", ", "-").replace(" ", "-")
-            mambacl.train(preset, out=str(out), overwrite=True, loop=Measuring, **root, **options, **IMAGES[images])
+            mambacl.train(preset, out=str(out), overwrite=True, loop=Measuring, **root, **given)
             for place, found in Measuring.measured.items():
                 row = f"{name}, {place}, {images}"
                 rows[row] = {

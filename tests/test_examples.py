@@ -32,7 +32,7 @@ def test_the_calibration_is_measured_half_way_and_at_the_end(monkeypatch, tmp_pa
     monkeypatch.setattr(
         calibration, "RUNS", {"small": (str(preset), {"stream.train_per_class": 16}), "CIFAR": (str(preset), {})}
     )
-    monkeypatch.setattr(calibration, "IMAGES", {"held back": {"stream.validation": 0.25}, "test": {}})
+    monkeypatch.setattr(calibration, "HELD_BACK", {str(preset): 0.25})
     path = tmp_path / "calibration.json"
     calibration.main(["--out", str(tmp_path / "runs"), "--json", str(path)])
     record = json.loads(path.read_text())
