@@ -105,7 +105,8 @@ def test_a_share_to_reject_becomes_a_threshold(client: Any, current: CurrentMode
 
 def test_a_model_without_calibration_is_refused_if_images_are_to_be_called_unknown(tmp_path: Path) -> None:
     with fewer_test_images(10):
-        mambacl.train(CONFIG, method="analytic", features={"kept": 0}, out=str(tmp_path / "run"))
+        options = {"method": "analytic", "classifier_options": {"width": 64}, "features": {"kept": 0}}
+        mambacl.train({**CONFIG, **options}, out=str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"not calibrated, because .* --features\.kept 500"):
         CurrentModel(str(tmp_path / "run"), "cpu", 3600, unknown=0.05)
     with client_of(CurrentModel(str(tmp_path / "run"), "cpu", 3600)) as client:
