@@ -152,3 +152,4 @@ def test_a_class_with_one_image_is_not_read() -> None:
     features, labels = made.read()
     assert len(made) == 4 and labels.tolist() == [0, 0] and features.shape == (2, 1, 3)
     assert made.nbytes == sum(tensor.nbytes for tensor in made.state_dict().values())
+    assert made.nbytes == 4 * made.image_nbytes + made.counts.nbytes

@@ -82,6 +82,12 @@ class KeptFeatures:
         return from_bytes(self.values[enough], self.scales[enough]), self.labels[enough]
 
     @property
+    def image_nbytes(self) -> int:
+        """Of one image."""
+        _, views, d = self.values.shape
+        return views * (d + 4 * self.scales.shape[2]) + 16
+
+    @property
     def nbytes(self) -> int:
         return sum(getattr(self, name).nbytes for name in NAMES)
 

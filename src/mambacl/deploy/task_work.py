@@ -57,6 +57,7 @@ class TaskWork:
         self.only_sums = not self.method.trains or (bool(known) and not self.by_domain)
         if self.method.trains and known and not self.by_domain:
             self._check_more(known)
+        self.seen = self.method.kept.seen
         self.trains = not self.only_sums and not (self.few and from_statistics(self.method))
 
     @property
@@ -102,6 +103,12 @@ class TaskWork:
         state = nbytes(learned.state_of(self.method).values())
         trained = nbytes(self.method.state_dict().values()) if self.trains else 0
         return state + 3 * CHECKPOINTS * trained
+
+    def missing_bytes(self) -> int:
+        """How much larger the state is than a dry run leaves it, which has learned another number of images."""
+        kept, each = self.method.kept, self.method.kept.image_nbytes
+        each += 16 if self.method.calibration is not None else 0
+        return (min(kept.room, self.seen + len(self.given)) - len(kept)) * each
 
     def do(self, show: Show) -> None:
         """Changes the model in memory."""
