@@ -111,7 +111,7 @@ def main(words: list[str] | None = None) -> None:
                 rows[row] = {
                     "what": f"{name}, {place}",
                     "preset": preset,
-                    "options": {**options, **IMAGES[images]},
+                    "options": given,
                     **found,
                 }
                 listed = tables.setdefault(images, {"columns": COLUMNS, "rows": []})["rows"]
