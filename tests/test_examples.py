@@ -25,6 +25,29 @@ def example(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("few_test_images")
+def test_the_calibration_is_measured_half_way_and_at_the_end(monkeypatch, tmp_path):
+    calibration = example("calibration")
+    preset = tmp_path / "small.yaml"
+    preset.write_text(yaml.safe_dump({**CONFIG, "method": "analytic", "classifier_options": {"width": 40}}))
+    monkeypatch.setattr(
+        calibration, "RUNS", {"small": (str(preset), {"stream.train_per_class": 16}), "CIFAR": (str(preset), {})}
+    )
+    monkeypatch.setattr(calibration, "HELD_BACK", {str(preset): 0.25})
+    path = tmp_path / "calibration.json"
+    calibration.main(["--out", str(tmp_path / "runs"), "--json", str(path)])
+    record = json.loads(path.read_text())
+    names = [
+        f"small, {place}, {images}" for images in ("held back", "test") for place in ("half of the tasks", "all tasks")
+    ]
+    assert list(record["rows"]) == names and list(record["tables"]) == ["held back", "test"]
+    half, whole = (record["rows"][name] for name in names[2:])
+    assert (half["classes"], whole["classes"]) == (4, 10)
+    assert 0 <= half["seen, others"] <= 100 and "seen, others" not in whole
+    assert all(0 <= whole[column] <= 100 for column in calibration.COLUMNS[:7])
+    assert accuracies(record, "test").count("\n") == 4
+
+
+@pytest.mark.usefixtures("few_test_images")
 def test_the_study_tunes_continues_and_writes_tables(monkeypatch, tmp_path):
     study = example("study")
     ours = {"method": "analytic", "classifier_options.width": 40}

@@ -4,7 +4,7 @@ imported."""
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mambacl.options import Must, Options
+from mambacl.options import Must, Options, at_least
 
 POOLS = ("class", "mean", "std", "quadrants")
 
@@ -32,3 +32,6 @@ class FeatureOptions(Options):
     mirror: Literal["none", "learning", "both"] = "none"
     """learning: the classifier is computed from each image and its mirror image; both: also at test, where the scores
     of the two are added, which takes twice as long"""
+    kept: Annotated[int, at_least(0)] = 500
+    """images whose features stay in the state, drawn from all tasks, to calibrate probabilities with; 0: none, and no
+    calibration. An image takes about as many bytes as it has features, twice that with mirror images"""

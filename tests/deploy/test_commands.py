@@ -98,8 +98,8 @@ def test_a_broken_image_gets_one_sentence(run: str, photos: Path, capsys: pytest
     assert second == "mambacl: nowhere.png is missing: repair or remove it."
     assert last == "mambacl: 2 of 4 images could not be read."
     rows = json.loads(predicted(capsys, run, str(photos), "--json", code=1)[0])
-    assert [sorted(row) for row in rows] == [["file", "predictions", "unknown"], ["error", "file"],
-                                             ["file", "predictions", "unknown"]]  # fmt: skip
+    good = ["calibrated", "file", "predictions", "unknown"]
+    assert [sorted(row) for row in rows] == [good, ["error", "file"], good]
     lines = list(csv.reader(io.StringIO(predicted(capsys, run, str(photos), "--csv", code=1)[0])))
     assert lines[2][0] == str(photos / "aa.png") and "unknown image format" in lines[2][4] and not lines[2][1]
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from cli_help import fails
-from data_help import picture, write_images
+from data_help import fewer_test_images, picture, write_images
 from PIL import Image
 from serving_help import encoded, photos, small_run
+from small_run import CONFIG
 
 import mambacl
 from mambacl.cli import main
@@ -26,6 +27,7 @@ from mambacl.cli.serving import MOST_PIXELS
 from mambacl.deploy.rate import RateLimit
 from mambacl.deploy.serve_options import Refusal, ServeOptions
 from mambacl.deploy.uploads import decoded
+from mambacl.errors import UserError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("python_multipart")
@@ -87,6 +89,31 @@ def test_answers_are_those_of_predict_json(
         assert found["file"] == "image" and found["unknown"] == row["unknown"]
 
 
+def test_a_share_to_reject_becomes_a_threshold(client: Any, current: CurrentModel) -> None:
+    rates = current.served.predictor.rejecting(0.2)
+    [image] = photos(1)
+    [asked] = client.post("/predict?unknown=0.2", content=image).json()
+    with client_of(current, unknown=0.2) as usual:
+        [found] = usual.post("/predict", content=image).json()
+        [own] = usual.post("/predict?unknown_below=0.001", content=image).json()
+    assert found == asked and found["calibrated"] and client.get("/health").json()["calibrated"]
+    assert found["unknown_below"]["threshold"] == round(rates.threshold, 6)
+    assert found["unknown"] == (found["predictions"][0]["probability"] < rates.threshold)
+    assert own["unknown_below"]["threshold"] == 0.001 and not own["unknown"]
+    refused(client.post("/predict?unknown=0.2&unknown_below=0.4", content=image), 400, "exclude each other")
+
+
+def test_a_model_without_calibration_is_refused_if_images_are_to_be_called_unknown(tmp_path: Path) -> None:
+    with fewer_test_images(10):
+        options = {"method": "analytic", "classifier_options": {"width": 64}, "features": {"kept": 0}}
+        mambacl.train({**CONFIG, **options}, out=str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"not calibrated, because .* --features\.kept 500"):
+        CurrentModel(str(tmp_path / "run"), "cpu", 3600, unknown=0.05)
+    with client_of(CurrentModel(str(tmp_path / "run"), "cpu", 3600)) as client:
+        refused(client.post("/predict?unknown=0.05", content=photos(1)[0]), 400, "not calibrated")
+        assert not client.get("/health").json()["calibrated"]
+
+
 def test_a_bad_file_does_not_stop_the_others(client: Any) -> None:
     [good] = photos(1)
     response = client.post("/predict", files=[("a", ("a.png", good)), ("b", ("b.txt", b"words"))])
@@ -129,7 +156,7 @@ def test_what_is_no_image_is_refused(client: Any) -> None:
     form = {"content-type": "multipart/form-data; boundary=a"}
     refused(client.post("/predict", content=b"--a\r\nnothing", headers=form), 400, "The ")
     refused(client.post("/predict", data={"a": "b"}, files=[]), 415, "no image")
-    for query in ("top=0", "top=x", "unknown_below=2", "unknown_below=nan", "k=3"):
+    for query in ("top=0", "top=x", "unknown_below=2", "unknown_below=nan", "unknown=1", "unknown=x", "k=3"):
         refused(client.post(f"/predict?{query}", content=good), 400, query.partition("=")[0])
     refused(client.get("/predict"), 405, "POST images to /predict")
 

@@ -72,6 +72,21 @@ class Classifier(nn.Module, ABC):
         """After `finish_task`: helps the classes from label `first` on that have fewer images than the others on
         average, until the next task. For classifiers whose scores grow with a class's share of the images."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it has a `left_out` for its `forward`, which calibrates its probabilities: a subclass with another
+        `forward` needs another one."""
+        own = {
+            name: next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in ("forward", "left_out")
+        }
+        return own["left_out"] is own["forward"]
+
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` would say about images (n, views, d) that it was updated with, all their views among them, if
+        it had never seen the image, and if it had never seen its class: scores (n, views, classes) twice, the second
+        with minus infinity for the image's class. Each image is left out on its own. Only if `leaves_out`."""
+        raise UserError(f"The classifier '{self.name}' cannot tell how it would answer without an image.")
+
     def merge(self, other: "Classifier") -> None:
         """Adds what another classifier of the same kind was updated with."""
         raise UserError(f"The classifier '{self.name}' is trained step by step and cannot be merged with another.")

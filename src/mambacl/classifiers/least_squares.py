@@ -33,10 +33,15 @@ def factor(gram: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
 
 def solve(gram: Tensor, diagonal: Tensor, sums: Tensor, ridge: float) -> Tensor:
     """W (classes, units) from Q (classes, units)."""
+    return solution(checked_factor(gram, diagonal, ridge), sums)
+
+
+def checked_factor(gram: Tensor, diagonal: Tensor, ridge: float) -> Tensor:
+    """`factor`, or an error with the remedy."""
     lower = factor(gram, diagonal, ridge)
     if lower is None:
         raise UserError(f"The ridge {ridge:g} is too small for sums in this precision: set a larger one, or auto.")
-    return solution(lower, sums)
+    return lower
 
 
 def solution(lower: Tensor, sums: Tensor) -> Tensor:

@@ -44,8 +44,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def uniform(first: int, count: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
     """`count` numbers from 0 to 1, in float64: a hash (splitmix64) of their positions from `first` on and the seed.
     Integer arithmetic is the same on every device, unlike PyTorch's generators."""
-    key = torch.arange(first, first + count, device=device)
-    key = _mixed(key * GOLDEN + int(_mixed(torch.tensor(seed))))
+    return uniform_at(torch.arange(first, first + count, device=device), seed)
+
+
+def uniform_at(positions: Tensor, seed: int) -> Tensor:
+    """The same at any positions."""
+    key = _mixed(positions * GOLDEN + int(_mixed(torch.tensor(seed))))
     return ((key >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.drift import DriftOptions, FollowsDrift
+from mambacl.classifiers.left_out import without_own
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 from mambacl.options import build_config
@@ -89,6 +90,17 @@ class NearestMean(FollowsDrift, StatisticsClassifier):
         # Without matrix products, whose rounding errors would swamp small distances.
         distances = torch.cdist(features, means, compute_mode="donot_use_mm_for_euclid_dist")
         return (-distances).masked_fill(self.counts == 0, -torch.inf)
+
+    @torch.no_grad()
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Only the mean of an image's own class changes without it."""
+        features, labels = features.to(self.sums.device).double(), labels.to(self.sums.device)
+        scores = self(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+        counts = (self.counts[labels] - features.shape[1]).clamp(min=1)[:, None]
+        means = (self.sums[labels].double() * UNIT - features.sum(1)) / counts
+        own = -(features - means[:, None]).norm(dim=2, keepdim=True)
+        columns = labels[:, None, None].expand(own.shape)
+        return scores.scatter(2, columns, own), without_own(scores, labels)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Changes the number of classes to that of the state."""

@@ -18,10 +18,13 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
         __file__,
         besides=(
             "base",
+            "calibration",
             "class_statistics",
             "drift",
             "gram",
+            "kept",
             "least_squares",
+            "left_out",
             "lift",
             "registry",
             "ridge_options",

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.classifiers import gram as storage_of
-from mambacl.classifiers import least_squares
+from mambacl.classifiers import least_squares, left_out
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.drift import FollowsDrift, transported
 from mambacl.classifiers.gram import Gram
@@ -332,6 +332,27 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         with full_precision(features):  # in TF32 if that is switched on: on an H200 it takes a third of the time
             scores = (self._lifted(features) @ self.weights.T).to(at_least_float32(features).dtype)
         return scores.masked_fill(self.counts == 0, -torch.inf)
+
+    @torch.no_grad()
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """With the ridge of the solution. What weights classes (`balanced`, `favour_rare`) multiplies columns of the
+        solution, and those of the scores without an image just as well."""
+        self._absorb()
+        self._solve()
+        labels, counts = labels.to(self.sums.device), self.counts
+        lifted = self.lifted(features.to(self.sums.device).flatten(0, 1)).unflatten(0, features.shape[:2])
+        dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
+        found = torch.zeros(2, *lifted.shape[:2], self.classes, dtype=torch.float64, device=lifted.device)
+        gram, sums = self._gram(), self.sums.double()
+        with float32_products(tf32=False), full_precision(sums):
+            for block in storage_of.blocks_of(self.units, self.options.blocks):
+                whole = gram.block(block, dtype)
+                lower = least_squares.checked_factor(whole, whole.diagonal().clone(), float(self.ridge))
+                plain, *both = left_out.regression(lower, lifted[..., block], sums[:, block], counts, labels)
+                factors = (self.weights[:, block].double() * plain).sum(1) / plain.square().sum(1).clamp(min=1e-300)
+                found += factors * torch.stack(both)
+        known, foreign = found.masked_fill(counts == 0, -torch.inf)
+        return known, left_out.without_own(foreign, labels)
 
     # State
 

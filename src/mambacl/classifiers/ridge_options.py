@@ -73,7 +73,7 @@ class RidgeOptions(DriftOptions):
     blocks: Annotated[int, at_least(1)] = 1
     """independent lifts that share the width, with one G each; their scores are averaged"""
     state_limit: str | None = None
-    """largest size of the state, e.g. 500MB"""
+    """largest size of the state, e.g. 500MB; the features that `features.kept` keeps come on top"""
     expected_classes: Annotated[int, at_least(1)] = 200
     """number of classes for which state_limit leaves room"""
     seed: Annotated[int, at_least(0)] = 0

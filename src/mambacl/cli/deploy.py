@@ -13,18 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from mambacl.config import Device
 from mambacl.deploy.comparison import Limits, read_limits
 from mambacl.deploy.hub_files import check_address, is_address
-from mambacl.deploy.rows import as_row
+from mambacl.deploy.rows import as_numbers, as_row, as_sentence
 from mambacl.errors import UserError
 from mambacl.files import expanded, write_bytes, writing
 from mambacl.options import Must, at_least, build
 from mambacl.status import counted, erase, status, working
 
 if TYPE_CHECKING:
+    from mambacl.classifiers.calibration import Rates
     from mambacl.deploy import Prediction
 
 STANDARD_INPUT = "-"
 Model = Annotated[str, "a run folder, a file from `mambacl export`, or hf://OWNER/NAME"]
 Answers = list[tuple[Path, "Prediction | UserError"]]
+Share = Annotated[
+    float | None,
+    "call images unknown, at most this share of those of known classes",
+    Must("be at least 0 and below 1", lambda value: value is None or 0 <= value < 1),
+]
 
 
 def predict(
@@ -34,6 +40,7 @@ def predict(
     json_: Annotated[bool, "print JSON"] = False,
     csv_: Annotated[bool, "print CSV"] = False,
     out: Annotated[Path | None, "write to this file; .json and .csv choose the format"] = None,
+    unknown: Share = None,
     unknown_below: Annotated[
         float,
         "call an image unknown if its best class is less probable than this",
@@ -47,6 +54,8 @@ def predict(
     Exits with 1 if an image cannot be read; the others are classified all the same."""
     if json_ and csv_:
         raise UserError("--json and --csv exclude each other: choose one.")
+    if unknown is not None and unknown_below:
+        raise UserError("--unknown and --unknown-below exclude each other: choose one.")
     check_model(run)
     if not image:
         raise UserError("Name the images: files, folders, or - to read file names from standard input.")
@@ -57,6 +66,11 @@ def predict(
         from mambacl.deploy import load
 
         model = load(run, device)
+    if unknown is not None:
+        unknown_below = model.rejecting(unknown).threshold
+    if model.not_calibrated:
+        print(f"mambacl: {model.not_calibrated}", file=sys.stderr)
+    rates = model.calibration.rates(unknown_below) if model.calibration and unknown_below else None
     answers: Answers = []
     found = model.predict_each(files, top, batch_size, unknown_below)
     for file, answer in zip(files, counted(found, len(files)), strict=True):
@@ -66,11 +80,11 @@ def predict(
         answers.append((file, answer))
     suffix = "" if out is None else out.suffix
     if json_ or (suffix == ".json" and not csv_):
-        text = _json(answers)
+        text = _json(answers, not model.not_calibrated, rates)
     elif csv_ or suffix == ".csv":
-        text = _csv(answers)
+        text = _csv(answers, not model.not_calibrated, rates)
     else:
-        text = _table(answers)
+        text = _table(answers) + ("" if rates is None else f"{as_sentence(rates)}\n")
     if out is None:
         print(text, end="")
     else:
@@ -258,25 +272,27 @@ def _files(words: Iterable[str]) -> Iterator[Path]:
             yield path
 
 
-def _json(answers: Answers) -> str:
-    rows = [as_row(str(file), answer) for file, answer in answers]
+def _json(answers: Answers, calibrated: bool, rates: Rates | None) -> str:
+    rows = [as_row(str(file), answer, calibrated, rates) for file, answer in answers]
     return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
 
 
-def _csv(answers: Answers) -> str:
+def _csv(answers: Answers, calibrated: bool, rates: Rates | None) -> str:
     from mambacl.reports.rendering import csv_text
 
     classes = max((len(answer.classes) for _, answer in answers if not isinstance(answer, UserError)), default=1)
     head = ["file", "class", "probability", "unknown", "error"]
     head += [f"{word}_{place}" for place in range(2, classes + 1) for word in ("class", "probability")]
-    rows = [head]
+    same = {"calibrated": str(calibrated).lower()}
+    same |= {} if rates is None else {name: f"{value:.6f}" for name, value in as_numbers(rates).items()}
+    rows = [[*head, *same]]
     for file, answer in answers:
         if isinstance(answer, UserError):
-            rows.append([str(file), "", "", "", str(answer), *[""] * (2 * classes - 2)])
+            rows.append([str(file), "", "", "", str(answer), *[""] * (2 * classes - 2 + len(same))])
             continue
         pairs = [[name, f"{value:.6f}"] for name, value in zip(answer.classes, answer.probabilities, strict=True)]
         more = [word for pair in pairs[1:] for word in pair]
-        rows.append([str(file), *pairs[0], str(answer.unknown).lower(), "", *more])
+        rows.append([str(file), *pairs[0], str(answer.unknown).lower(), "", *more, *same.values()])
     return csv_text(rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated
 
-from mambacl.cli.deploy import Model, check_model
+from mambacl.cli.deploy import Model, Share, check_model
 from mambacl.config import Device
 from mambacl.deploy.hub_files import from_address, is_address
 from mambacl.errors import UserError
@@ -22,6 +22,7 @@ def serve(
     host: Annotated[str, "address to listen on; 0.0.0.0 for all of this machine's"] = "127.0.0.1",
     port: Annotated[int, "0 picks a free one", between(0, 65535)] = 8000,
     workers: Annotated[int, "processes, each with the model", at_least(1)] = 1,
+    unknown: Share = None,
     batch: Annotated[int, "images of requests that arrive together, predicted at once", at_least(1)] = 32,
     rate: Annotated[float | None, "requests per second from a client; more get the status 429", Positive] = None,
     max_bytes: Annotated[int, "of a request", at_least(1)] = 20_000_000,
@@ -56,6 +57,7 @@ def serve(
         rate=rate,
         timeout=timeout,
         batch=batch,
+        unknown=unknown,
     )
     with bound(host, port) as listening:
         serve_until_stopped(options, listening, status("loading the model"))

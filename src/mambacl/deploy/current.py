@@ -59,8 +59,9 @@ def stamp(place: Path) -> Stamp:
 class CurrentModel:
     """`served` is the model for new requests. The old one goes when the last request that uses it is answered."""
 
-    def __init__(self, path: str, device: str, poll: float) -> None:
-        self.place, self.device, self.poll = expanded(path), device, poll
+    def __init__(self, path: str, device: str, poll: float, unknown: float | None = None) -> None:
+        """`unknown`: refuses models that cannot reject this share of known images."""
+        self.place, self.device, self.poll, self.unknown = expanded(path), device, poll, unknown
         self.error: str | None = None
         """why the newest model could not be loaded"""
         self._stamp = stamp(self.place)
@@ -70,6 +71,8 @@ class CurrentModel:
 
     def _load(self) -> Served:
         predictor = load(self.place, self.device)
+        if self.unknown is not None:
+            predictor.rejecting(self.unknown)
         size = predictor.transforms.size
         predictor.predict(torch.zeros(3, size, size, dtype=torch.uint8))  # the first one takes longer
         return Served(predictor, version_of(predictor), time.time())

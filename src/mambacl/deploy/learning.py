@@ -186,7 +186,8 @@ def _learn(folder: RunFolder, new: str | Path, own: _Options) -> Learning:
         require_space(folder.path, plan.disk_bytes)
         if own.dry_run:
             seconds = work.estimated()
-            return _measured(dataclasses.replace(plan, seconds=seconds), model.method, own.device)
+            measured = _measured(dataclasses.replace(plan, seconds=seconds), model.method, own.device)
+            return dataclasses.replace(measured, state_bytes=measured.state_bytes + work.missing_bytes())
         for note in plan.notes if work.trains else ():
             logger.info("%s", note)
         began = time.perf_counter()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mambacl.classifiers.calibration import FEWEST, Calibration, Rates
 from mambacl.data.images import in_threads
 from mambacl.data.transforms import Transforms
 from mambacl.deploy.description import Description
@@ -31,7 +32,7 @@ class Prediction:
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
     unknown: bool = False
-    """whether the best probability is below the threshold that the caller gave"""
+    """whether the best probability is below the threshold that the caller chose"""
 
     @property
     def name(self) -> str:
@@ -93,9 +94,42 @@ class Predictor:
         return found.unflatten(1, (-1, len(self.classes))).amax(1)
 
     def probabilities(self, images: Tensor) -> Tensor:
-        """Probabilities (n, classes) of the same inputs, as the classifier estimates them. They are not calibrated."""
-        views = len(self.method.views(images[:1]))  # scores are sums over views
-        return as_probabilities(self.scores(images) / views, self.method.classifier.estimates_probabilities)
+        """Probabilities (n, classes) of the same inputs, calibrated if the model has a `calibration`."""
+        return self._probabilities(self.scores(images))
+
+    def _probabilities(self, scores: Tensor) -> Tensor:
+        scores = scores / len(self.method.views(torch.empty(0, 0, 0, 0)))  # they are sums over views
+        if self.calibration is not None:
+            return self.calibration.probabilities(scores)
+        return as_probabilities(scores, self.method.classifier.estimates_probabilities)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What makes the probabilities calibrated; None if they are not: see `not_calibrated`."""
+        return self.method.calibration
+
+    @property
+    def not_calibrated(self) -> str:
+        """Why the probabilities are not calibrated, in a sentence with the remedy; empty if they are."""
+        if self.calibration is not None:
+            return ""
+        if self.description.config.stream.by_domain:
+            why = "its tasks are domains; choose thresholds on your own images"
+        else:
+            why = self.method.why_not_calibrated() or (
+                f"it has learned fewer than {FEWEST} images, or was made by an earlier version: train it again, with "
+                "more images"
+            )
+        return f"The probabilities of this model are not calibrated, because {why}."
+
+    def rejecting(self, share: float) -> Rates:
+        """The highest threshold that calls at most this share of images of known classes unknown, with its error
+        rates."""
+        if not 0 <= share < 1:
+            raise UserError(f"The share of known images to reject must be at least 0 and below 1, got {share:g}.")
+        if self.calibration is None:
+            raise UserError(f"{self.not_calibrated} Until then, choose a threshold yourself: --unknown-below.")
+        return self.calibration.rejecting(share)
 
     def predict(
         self,
@@ -103,10 +137,14 @@ class Predictor:
         top: int = 5,
         batch_size: int = BATCH,
         unknown_below: float = 0.0,
+        unknown: float | None = None,
     ) -> list[Prediction]:
         """The `top` most probable classes of each image: a path, a Pillow image, a tensor (3, h, w), a list of these,
         or a batch (n, 3, h, w). Tensors are uint8, or floats from 0 to 1. An image is unknown if its best probability
-        is below `unknown_below`."""
+        is below `unknown_below`, or below the threshold that rejects the share `unknown` of images of known classes:
+        see `rejecting`."""
+        if unknown is not None:
+            unknown_below = self.rejecting(unknown).threshold
         found = []
         for answer in self.predict_each(listed(images), top, batch_size, unknown_below):
             if isinstance(answer, UserError):
@@ -145,10 +183,12 @@ class Predictor:
 
     def answers(self, inputs: Tensor, top: int = 5, unknown_below: float = 0.0) -> list[Prediction]:
         """What `predict` says, for inputs (n, 3, size, size) that `transform` made."""
-        best = self.probabilities(inputs).topk(min(top, len(self.classes)), dim=1)
+        scores = self.scores(inputs)
+        best = scores.topk(min(top, len(self.classes)), dim=1).indices  # probabilities of 0 have no order
+        found = self._probabilities(scores).gather(1, best)
         return [
             Prediction(tuple(self.classes[label] for label in labels), tuple(values), values[0] < unknown_below)
-            for values, labels in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            for values, labels in zip(found.tolist(), best.tolist(), strict=True)
         ]
 
     def save(self, path: str | Path) -> None:

@@ -28,26 +28,36 @@ class Question:
     """What a client asks beside its images."""
 
     top: int = 1
-    unknown_below: float = 0.0
+    unknown_below: float | None = None
+    unknown: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> Question:
         for name in request.query_params:
-            if name not in ("top", "unknown_below"):
-                raise Refusal(400, f"There is no parameter '{name}': use top and unknown_below.")
+            if name not in ("top", "unknown", "unknown_below"):
+                raise Refusal(400, f"There is no parameter '{name}': use top, unknown and unknown_below.")
         try:
             top = int(request.query_params.get("top", "1"))
         except ValueError:
             top = 0
         if top < 1:
             raise Refusal(400, "top must be a whole number, at least 1.")
-        try:
-            below = float(request.query_params.get("unknown_below", "0"))
-        except ValueError:
-            below = math.nan
-        if not 0 <= below <= 1:
-            raise Refusal(400, "unknown_below must be a number between 0 and 1.")
-        return cls(top, below)
+        below, share = (_share(request.query_params.get(name), name) for name in ("unknown_below", "unknown"))
+        if below is not None and share is not None:
+            raise Refusal(400, "unknown and unknown_below exclude each other: send one.")
+        return cls(top, below, share)
+
+
+def _share(text: str | None, name: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not (0 <= found <= 1 and (found < 1 or name == "unknown_below")):
+        raise Refusal(400, f"{name} must be a number between 0 and 1.")
+    return found
 
 
 async def images_of(request: Request, max_bytes: int, timeout: float) -> list[tuple[str, bytes]]:

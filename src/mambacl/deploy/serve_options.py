@@ -32,6 +32,8 @@ class ServeOptions:
     """seconds to read a request, and again to answer it"""
     batch: int = 32
     """images that are predicted together, at most"""
+    unknown: float | None = None
+    """share of images of known classes that may be called unknown, if a request names no threshold"""
     poll: float = 1.0
     """seconds between two looks for a newer model"""
 

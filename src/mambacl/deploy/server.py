@@ -21,6 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from mambacl.classifiers.calibration import Rates
 from mambacl.deploy.batching import Batcher
 from mambacl.deploy.current import CurrentModel, Served
 from mambacl.deploy.predictor import Predictor
@@ -38,7 +39,7 @@ VERSION = "X-Model-Version"
 def app_from_environment() -> FastAPI:
     options = ServeOptions.from_text(os.environ[VARIABLE])
     torch.set_num_threads(options.threads)
-    return create_app(options, CurrentModel(options.model, options.device, options.poll))
+    return create_app(options, CurrentModel(options.model, options.device, options.poll, options.unknown))
 
 
 def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
@@ -88,9 +89,15 @@ def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
         images = [image for image in read if not isinstance(image, Refusal)]
         if not images:
             raise read[0]
-        answers = iter(await batcher.predict(model, images, question.top, question.unknown_below))
+        below, rates = _threshold(model, question, options.unknown)
+        answers = iter(await batcher.predict(model, images, question.top, below))
         return [
-            as_row(name, UserError(image.sentence) if isinstance(image, Refusal) else next(answers))
+            as_row(
+                name,
+                UserError(image.sentence) if isinstance(image, Refusal) else next(answers),
+                model.calibration is not None,
+                rates,
+            )
             for (name, _), image in zip(files, read, strict=True)
         ]
 
@@ -111,6 +118,7 @@ def create_app(options: ServeOptions, current: CurrentModel) -> FastAPI:
             "method": about.config.method,
             "backbone": about.config.backbone,
             "device": str(served.predictor.device),
+            "calibrated": served.predictor.calibration is not None,
             "loaded": round(served.loaded, 3),
             "reload_error": current.error,
             "worker": os.getpid(),
@@ -150,6 +158,19 @@ def _check_rate(rate: RateLimit, request: Request) -> None:
     if wait:
         seconds = max(1, math.ceil(wait))
         raise Refusal(429, f"Too many requests: try again in {seconds} s.", {"Retry-After": str(seconds)})
+
+
+def _threshold(model: Predictor, question: Question, usual: float | None) -> tuple[float, Rates | None]:
+    """Below which an image is unknown, and the error rates, if the model knows them."""
+    share = question.unknown if question.unknown is not None or question.unknown_below is not None else usual
+    if share is not None:
+        try:
+            rates = model.rejecting(share)
+        except UserError as error:
+            raise Refusal(400, str(error)) from None
+        return rates.threshold, rates
+    below = question.unknown_below or 0.0
+    return below, model.calibration.rates(below) if model.calibration and below else None
 
 
 def _try_read(model: Predictor, name: str, data: bytes, max_pixels: int) -> Any:

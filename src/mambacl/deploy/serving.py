@@ -68,7 +68,7 @@ def _one(options: ServeOptions, listening: socket.socket, loading: AbstractConte
         from mambacl.deploy.server import create_app
 
         torch.set_num_threads(options.threads)
-        current = CurrentModel(options.model, options.device, options.poll)
+        current = CurrentModel(options.model, options.device, options.poll, options.unknown)
     server = uvicorn.Server(uvicorn.Config(create_app(options, current), **_settings(options)))
 
     def stop(*_: Any) -> None:
@@ -93,7 +93,10 @@ def _several(options: ServeOptions, listening: socket.socket, loading: AbstractC
         from mambacl.training.build import pick_device
 
         pick_device(options.device)
-        classes = len(load(options.model, "cpu").classes)  # finds a mistake here once, not in each worker
+        model = load(options.model, "cpu")  # finds a mistake here once, not in each worker
+        if options.unknown is not None:
+            model.rejecting(options.unknown)
+        classes = len(model.classes)
     os.environ[VARIABLE] = options.as_text()
     config = uvicorn.Config(
         "mambacl.deploy.server:app_from_environment",

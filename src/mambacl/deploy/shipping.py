@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl.classifiers.calibration import Calibration
 from mambacl.data.sets.folders import images_under
 from mambacl.data.stream import open_data
 from mambacl.deploy.foreign import FORMATS, MARK, Answer, Format
 from mambacl.deploy.graph import Scores, exported, in_float64
 from mambacl.deploy.inputs import pixels
 from mambacl.deploy.predictor import Predictor
+from mambacl.deploy.rows import as_numbers
 from mambacl.errors import UserError
 from mambacl.files import expanded, writing
 from mambacl.training.api import arithmetic
@@ -31,6 +34,7 @@ AS_THEY_ARE = 16  # of these, compared without our resizing; photos need memory
 SIZES = (1, 3)  # of the first batches; the rest is one batch
 MARGIN = 8  # for the largest of many rounding errors
 ELEMENTARY = 4  # units in the last place that a runtime's exp or cos may be off
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)  # of known images to reject, whose thresholds the metadata hold
 WARM_UP, FEWEST, MOST = 2, 3, 15  # calls
 SECONDS = 2.0  # after which no further call is timed
 
@@ -157,10 +161,19 @@ def described(predictor: Predictor, preprocessing: bool) -> dict[str, str]:
         "scores": "estimates of the probabilities" if classifier.estimates_probabilities else "logits",
         "views": len(predictor.method.views(torch.empty(1, 3, 1, 1))),
         "preprocessing_inside": preprocessing,
+        "calibration": None if (found := predictor.calibration) is None else calibration_text(found),
     }
     text = predictor.description.as_text()
     kept = {name: text[name] for name in ("classes", "preprocessing", "card", "licence")}
     return {**kept, MARK: json.dumps(about)}
+
+
+def calibration_text(found: Calibration) -> dict[str, Any]:
+    """Probabilities are softmax(k / temperature asinh(scores / views / k)) with the knee k, or softmax(scores / views /
+    temperature) without one; thresholds for unknown images, with their rates."""
+    knee = None if math.isinf(found.knee) else found.knee
+    unknown = [as_numbers(found.rejecting(share)) for share in SHARES]
+    return {"temperature": found.temperature, "knee": knee, "unknown": unknown}
 
 
 # Comparison

@@ -57,6 +57,7 @@ class TaskWork:
         self.only_sums = not self.method.trains or (bool(known) and not self.by_domain)
         if self.method.trains and known and not self.by_domain:
             self._check_more(known)
+        self.seen = self.method.kept.seen
         self.trains = not self.only_sums and not (self.few and from_statistics(self.method))
 
     @property
@@ -103,6 +104,12 @@ class TaskWork:
         trained = nbytes(self.method.state_dict().values()) if self.trains else 0
         return state + 3 * CHECKPOINTS * trained
 
+    def missing_bytes(self) -> int:
+        """How much larger the state is than a dry run leaves it, which has learned another number of images."""
+        kept, each = self.method.kept, self.method.kept.image_nbytes
+        each += 16 if self.method.calibration is not None else 0
+        return (min(kept.room, self.seen + len(self.given)) - len(kept)) * each
+
     def do(self, show: Show) -> None:
         """Changes the model in memory."""
         try:
@@ -112,8 +119,10 @@ class TaskWork:
                 self._train()
         except OSError as error:
             raise disk_error(error, self.folder.under_way) from None
-        if not self.unbalanced and self.method.classifier.updates:
-            self.method.classifier.favour_rare(sum(self.widths[: self.history.own]))
+        if self.method.classifier.updates:
+            if not self.unbalanced:
+                self.method.classifier.favour_rare(sum(self.widths[: self.history.own]))
+            self.method.calibrate()
         self.images()
 
     def images(self) -> dict[str, int]:
@@ -186,10 +195,12 @@ class TaskWork:
         self._fit(some)  # the first one starts threads and compiles
         begun = time.perf_counter()
         self._fit(some)
+        self.method.calibrate()
         fixed = time.perf_counter() - begun  # almost all of it solves for the classifier
         begun = time.perf_counter()
         count = sum(1 for _ in given.prepared(transforms, TIMED))
         self._fit(given.prepared(transforms, TIMED))
+        self.method.calibrate()
         each = max(0.0, time.perf_counter() - begun - fixed) / max(1, count)
         return fixed + each * len(given)
 

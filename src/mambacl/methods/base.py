@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
+from mambacl.classifiers.calibration import Calibration, calibrated
 from mambacl.classifiers.drift import FollowsDrift
+from mambacl.classifiers.kept import KeptFeatures
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 from mambacl.features import FeatureOptions
@@ -28,6 +30,8 @@ from mambacl.tuning import ModelParameters, Tuning
 
 CLASSIFIER = "classifier/"  # prefix of a classifier's tensors in a task's state
 START = "start/"  # prefix of the trained parameters in a task's state: the next task starts from them
+CALIBRATION = "calibration/"  # prefix of a calibration in a task's state
+KEPT = "kept/"  # prefix of the features that the next calibration needs
 HEADS = "heads."  # prefix of the tensors that change with each step in the state of heads
 
 
@@ -89,6 +93,12 @@ class Method:
         self.heads = self.classifier if isinstance(self.classifier, TaskHeads) else self.make_heads()  # train
         self.start: dict[str, Tensor] = {}
         """the trained parameters when the task started, if the classifier follows the drift of the features"""
+        self.calibration: Calibration | None = None
+        """of the classifier's scores, since the last `calibrate`"""
+        self.kept = KeptFeatures(
+            0 if self.why_not_calibrated() else setup.features.kept, len(self._learned_views(torch.empty(0, 0, 0, 0))),
+            self.reader.num_features, setup.seed,
+        )  # fmt: skip
 
     # The parts
 
@@ -184,13 +194,14 @@ class Method:
                     parameter.copy_(now[name])
             yield old, new, labels
 
+    def _learned_views(self, images: Tensor) -> list[Tensor]:
+        return [images, images.flip(3)] if self.setup.features.mirror != "none" else [images]
+
     def _views_to_learn(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        mirrored = self.setup.features.mirror != "none"
         for images, labels in batches:
-            images, labels = images.to(self.device), labels.to(self.device)
-            yield images, labels
-            if mirrored:
-                yield images.flip(3), labels
+            labels = labels.to(self.device)
+            for view in self._learned_views(images.to(self.device)):
+                yield view, labels
 
     def _trained(self) -> dict[str, Tensor]:
         """The trained parameters, if the classifier follows the drift; empty if nothing can move."""
@@ -200,12 +211,41 @@ class Method:
     @torch.no_grad()
     def fit_classifier(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Called after `finish_task`, with the same images, if the classifier is computed from features."""
-        for images, labels in self._views_to_learn(batches):
-            features = self.classifier_input(images)
-            with full_precision(features):  # autocast is for the backbone only
-                self.classifier.update(at_least_float32(features), labels)
+        for images, labels in batches:
+            images, labels, views = images.to(self.device), labels.to(self.device), []
+            for view in self._learned_views(images):
+                features = self.classifier_input(view)
+                with full_precision(features):  # autocast is for the backbone only
+                    views.append(at_least_float32(features))
+                    self.classifier.update(views[-1], labels)
+            self.kept.add(views, labels)
         with full_precision(next(self.model.parameters())):
             self.classifier.finish_task()
+
+    @torch.no_grad()
+    def calibrate(self) -> None:
+        """Called when the classifier is complete for a task: calibrates its probabilities, on the features that were
+        kept, as if it had never seen them."""
+        self.calibration = None
+        features, labels = self.kept.read()
+        if len(labels):
+            with full_precision(next(self.model.parameters())):
+                known, foreign = self.classifier.left_out(features.to(self.device), labels.to(self.device))
+            views = len(self.views(torch.empty(0, 0, 0, 0)))
+            known, foreign = known[:, :views].mean(1), foreign[:, :views].mean(1)
+            estimates = self.classifier.estimates_probabilities
+            self.calibration = calibrated(known, foreign, labels.to(self.device), estimates)
+
+    def why_not_calibrated(self) -> str:
+        """Why `calibrate` can do nothing, as the end of a sentence with the remedy; empty if it can."""
+        name = self.classifier.name
+        if type(self).make_tuning is not Method.make_tuning:
+            return f"the method {self.name} trains the backbone, which moves old features: use the method analytic"
+        if not self.classifier.updates or not self.classifier.leaves_out:
+            return f"the classifier {name} cannot be: use ridge, lda or nearest-mean"
+        if not self.setup.features.kept:
+            return "the run keeps no features for it: train it with --features.kept 500"
+        return ""
 
     def moved(self) -> list[dict[str, Tensor]]:
         """For each finished task, how much of its updates was protected: see `NullSpace.update_energy`."""
@@ -260,7 +300,12 @@ class Method:
             return {}
         state = self.classifier.state_dict()
         own = {CLASSIFIER + name: tensor for name, tensor in state.items() if not name.startswith(HEADS)}
-        return own | {START + name: tensor for name, tensor in self._trained().items()}
+        own |= {START + name: tensor for name, tensor in self._trained().items()}
+        if self.kept.room:
+            own |= {KEPT + name: tensor for name, tensor in self.kept.state_dict().items()}
+        if self.calibration is not None:
+            own |= {CALIBRATION + name: tensor for name, tensor in self.calibration.state_dict().items()}
+        return own
 
     def load_task_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self.classifier.updates:
@@ -271,13 +316,26 @@ class Method:
             self._follow_heads()
             start = {name.removeprefix(START): t for name, t in state.items() if name.startswith(START)}
             self.start = {name: tensor.to(self.device) for name, tensor in start.items()}
+            self._load_calibration(state)
+
+    def _load_calibration(self, state: Mapping[str, Tensor]) -> None:
+        """Without features of the tasks so far, those of later tasks are no sample of all: none are kept."""
+        found, kept = (
+            {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+            for prefix in (CALIBRATION, KEPT)
+        )
+        self.calibration = Calibration.from_state(found)
+        if kept and self.kept.room:
+            self.kept.load_state_dict(kept)
+        elif not kept:
+            self.kept.room = 0
 
     def for_answers(
         self, state: Mapping[str, Tensor], task_state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The parts of `state_dict` and `task_state_dict` that `answer` needs. A method that has loaded them predicts,
         but cannot continue to train."""
-        kept = {name: tensor for name, tensor in task_state.items() if not name.startswith(START)}
+        kept = {name: tensor for name, tensor in task_state.items() if not name.startswith((START, KEPT))}
         return dict(state), kept if self.needs_task_state else {}
 
     def task_text(self) -> dict[str, str]:

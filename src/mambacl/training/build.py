@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -185,7 +185,7 @@ def setup_of(config: RunConfig, known: nn.Linear | None = None) -> Setup:
         options=config.options,
         classifier=config.classifier,
         classifier_options=config.classifier_options,
-        features=config.features,
+        features=replace(config.features, kept=0) if config.stream.by_domain else config.features,
         known_classifier=known,
         folder=config.folder / "checkpoints",
     )

@@ -209,6 +209,7 @@ class Loop:
                     self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
                     self.progress.text("learning features")
                 self.method.fit_classifier(self.progress.over(batches))
+                self.method.calibrate()
 
     def _end_task(self, task: int) -> None:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
@@ -390,9 +391,11 @@ class Loop:
         }
 
     def _classifier_size(self) -> dict[str, int]:
-        """The size of a classifier that is computed from features, once it has any."""
-        classifier = self.method.classifier
-        return {"classifier_bytes": classifier.nbytes} if classifier.updates and self.position.correct else {}
+        """The size of a classifier that is computed from features, once it has any, and of the features kept."""
+        classifier, kept = self.method.classifier, self.method.kept
+        if not classifier.updates or not self.position.correct:
+            return {}
+        return {"classifier_bytes": classifier.nbytes, **({"kept_bytes": kept.nbytes} if kept.room else {})}
 
 
 def consolidates(method: Method) -> bool:

@@ -106,6 +106,9 @@ class NextTask(Loop):
             with autocast(self.device, self.bf16):
                 self.method.fit_classifier(first)
             seconds += count * (time.perf_counter() - begun)
+            begun = time.perf_counter()
+            self.method.calibrate()
+            seconds += time.perf_counter() - begun
         return seconds
 
 
