@@ -121,7 +121,7 @@ def full_disk(error: OSError, path: str | Path | None = None) -> UserError | Non
     if error.errno == errno.EFBIG:
         what = "A file" if path is None else str(path)
         return UserError(
-            f"{what} is larger than a file may be here: raise the limit (`ulimit -f`), or use another disk."
+            f"{what} is larger than a file may be here: raise the limit (`ulimit -f`), or write elsewhere."
         )
     return None
 
