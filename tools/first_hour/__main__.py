@@ -44,8 +44,9 @@ PARTS = {  # name: what it does, and the parts that it needs
 def main() -> int:
     given = arguments()
     out = given.out.resolve()
-    shutil.rmtree(out / "work", ignore_errors=True)
-    (out / "work").mkdir(parents=True)
+    if not given.again:
+        shutil.rmtree(out / "work", ignore_errors=True)
+    (out / "work").mkdir(parents=True, exist_ok=True)
     trial = given.environment is not None
     further = {"PYTHONPATH": str(given.source.resolve())} if given.source else {}
     environment = given.environment.absolute() if trial else out / "environment"
@@ -55,7 +56,7 @@ def main() -> int:
     try:
         installed = trial or attempt(hour, "install", lambda hour: install.install(hour, given.python, given.wheel))
         for name, (work, needed) in PARTS.items():
-            missing = [other for other in needed if other not in complete]
+            missing = [other for other in needed if other not in complete and not given.again]
             if given.only and name not in given.only:
                 continue
             hour.part, hour.since = name, time.monotonic()
@@ -108,6 +109,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=random.randrange(1000), help="of the random moments")
     parser.add_argument("--environment", type=Path, help="quick trial: use this environment, install nothing")
     parser.add_argument("--source", type=Path, help="with --environment: a folder that holds the package")
+    parser.add_argument("--again", action="store_true", help="quick trial: with what the last one left")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="only this part; can be repeated")
     return parser.parse_args()
 

@@ -91,7 +91,7 @@ def gate(hour: Hour) -> None:
         train(hour, "images", worse, "--stream.root", "photos", "--stream.tasks", "3", "--stream.train_per_class", "1"),
     )
     (hour.work / "limits.yaml").write_text("max_drop: 1\n", encoding="utf-8")
-    stopped = hour.mambacl("compare", "deployed", worse, "--test", "test-photos", "--limits", "limits.yaml")
+    stopped = hour.mambacl("compare", "deployed", worse, "--test", "photos/test", "--limits", "limits.yaml")
     one = stopped.err.count("mambacl: ") == len(stopped.err.strip().splitlines()) == 1
     hour.check("it is stopped, with exit code 1 and one sentence", stopped.code == 1 and one, stopped)
     (hour.work / "empty").mkdir()
