@@ -100,8 +100,9 @@ def kill_and_resume(hour: Hour) -> None:
         hour.need(what, status == "running", f"the status is {status} after {done.seconds:.0f} s")
         command = [*hour.command, "resume", str(killed)]
     hour.refuses("`learn` of an unfinished run", lambda: hour.mambacl("learn", killed, "--new", "more-photos"), killed)
-    watched = hour.works("`watch` says that it was killed", hour.mambacl("watch", killed))
-    hour.check("and how to continue", "mambacl resume" in watched.out, watched.out)
+    watched = hour.mambacl("watch", killed)
+    said = ": killed\n" in watched.out and "mambacl resume" in watched.out and watched.code == 1
+    hour.check("`watch` says that it was killed and how to continue, and exits with 1", said, watched.out)
     hour.works("`resume` finishes it", hour.mambacl("resume", killed))
     same = hour.script("same_run.py", steady, killed)
     hour.check("the result is the same, bit for bit", same.code == 0, same)
