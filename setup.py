@@ -32,7 +32,7 @@ class OptionalKernel(build_ext):
         for name in (
             "linker_so",
             "linker_so_cxx",
-        ):  # Python's own folders, which the library neither needs nor may name
+        ):  # without the folders of the builder's Python
             words = getattr(self.compiler, name, None)
             if not msvc and isinstance(words, list):
                 setattr(self.compiler, name, [word for word in words if not word.startswith(("-Wl,-rpath", "-L"))])
