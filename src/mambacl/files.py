@@ -59,7 +59,7 @@ def is_word(name: str) -> bool:
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> Iterator[Path]:
     """A temporary file next to `path` to write to. At the end it replaces `path`, after being flushed to disk if `sync`
-    is set. After an error it is removed, and `path` stays unchanged."""
+    is set. After an error it is removed, and `path` stays unchanged; an `OSError` then names `path`."""
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
@@ -67,9 +67,11 @@ def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> I
             with open(temporary, "rb+") as written:
                 os.fsync(written.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
     if sync and hasattr(os, "O_DIRECTORY"):
         folder = os.open(path.parent, os.O_DIRECTORY)
@@ -121,10 +123,23 @@ def writing(path: Path) -> Iterator[None]:
         raise disk_error(error, path) from None
 
 
+def full_disk(error: OSError, path: str | Path | None = None) -> UserError | None:
+    """An error that names the remedy, if the disk is full or a file may not be as large."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = "" if path is None else f" at {path}"
+        return UserError(f"The disk is full{where}: free some space and repeat the command; finished files stay.")
+    if error.errno == errno.EFBIG:
+        what = "A file" if path is None else str(path)
+        return UserError(
+            f"{what} is larger than a file may be here: raise the limit (`ulimit -f`), or write elsewhere."
+        )
+    return None
+
+
 def disk_error(error: OSError, path: Path) -> Exception:
     """A `UserError` for a full or read-only disk; other errors stay unchanged."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"The disk is full at {path}: free some space and repeat the command; finished files stay.")
+    if (full := full_disk(error, path)) is not None:
+        return full
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return UserError(f"{path} cannot be written ({error.strerror}): choose a folder that you can write to.")
     if error.errno in (errno.EEXIST, errno.ENOTDIR):

@@ -97,6 +97,8 @@ def test_a_broken_image_gets_one_sentence(run: str, photos: Path, capsys: pytest
         "remove it."  # fmt: skip
     assert second == "mambacl: nowhere.png is missing: repair or remove it."
     assert last == "mambacl: 2 of 4 images could not be read."
+    err = predicted(capsys, run, str(photos), code=1)[1]  # one of three: its sentence says it all
+    assert err.strip() == first
     rows = json.loads(predicted(capsys, run, str(photos), "--json", code=1)[0])
     good = ["calibrated", "file", "predictions", "unknown"]
     assert [sorted(row) for row in rows] == [good, ["error", "file"], good]

@@ -35,6 +35,7 @@ from mambacl.cli.training import evaluate, resume, train
 from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
+from mambacl.files import full_disk
 from mambacl.lazy import own_version
 from mambacl.log import logger
 from mambacl.pretraining.options import PretrainConfig
@@ -142,7 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
-        return _fail(f"{error.strerror or error}: {error.filename or 'unknown file'}.", 2)
+        _drop_output()
+        sentence = full_disk(error, error.filename) or f"{error.strerror or error}: {error.filename or 'unknown file'}."
+        return _fail(str(sentence), 2)
     except Exception as error:
         from mambacl.training.loop import TrainingError
 
@@ -151,6 +154,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     finally:
         logger.setLevel(level)  # --quiet is for this command only
+
+
+def _drop_output() -> None:
+    """Drops what standard output can no longer take, or Python would complain about it again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _print_any_name() -> None:

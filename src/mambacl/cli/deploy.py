@@ -90,7 +90,7 @@ def predict(
     else:
         _write(out, text)
     failed = sum(isinstance(answer, UserError) for _, answer in answers)
-    if failed:
+    if failed > 1:
         print(f"mambacl: {failed} of {len(answers)} images could not be read.", file=sys.stderr)
     return 1 if failed else 0
 

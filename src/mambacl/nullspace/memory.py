@@ -2,6 +2,7 @@
 covariances are kept, and the conversion to named tensors and back."""
 
 import itertools
+import os
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,9 @@ class CovarianceStore:
                 prefix=COVARIANCE_FOLDER, dir=self._folder, ignore_cleanup_errors=True
             )
         path = Path(self._temporary.name) / f"{next(self._numbers)}.bin"
+        if hasattr(os, "posix_fallocate") and tensor.nbytes:  # on a full disk, writing to a mapping kills the process
+            with open(path, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
         kept = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         kept.copy_(tensor)
         weakref.finalize(kept, path.unlink, missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 from mambacl import ops
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
-from mambacl.files import expanded
+from mambacl.files import expanded, full_disk
 from mambacl.log import logger
 from mambacl.methods import Method
 from mambacl.ops.precision import float32_products, resolve_precision
@@ -277,11 +277,12 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
         _note_end(loop, "interrupted")
         logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
         raise
-    except (UserError, TrainingError) as error:
-        _note_end(loop, "failed")
-        raise TrainingError(f"{error} (`mambacl resume {folder.path}` continues from the last checkpoint)") from error
     except Exception as error:
         _note_end(loop, "failed")
+        known = full_disk(error, error.filename or folder.path) if isinstance(error, OSError) else None
+        if known is not None or isinstance(error, (UserError, TrainingError)):
+            words = f"{known or error} (`mambacl resume {folder.path}` continues from the last checkpoint)"
+            raise TrainingError(words) from error
         log = folder.path / "error.log"
         with suppress(OSError):
             log.write_text(traceback.format_exc(), encoding="utf-8")
