@@ -4,11 +4,12 @@
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
 # make test-extras    what the extras add, with their real libraries
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
+# make docs    the documentation as a site in site/; broken links fail. Installs about 60 MB, not PyTorch
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-cpus test-extras test-gpu wheel clean
+.PHONY: demo test test-fast test-cpus test-extras test-gpu docs wheel clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare mamba-cl,sequential
@@ -30,6 +31,10 @@ test-extras: .venv/installed-extras
 
 test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15
+
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html."
 
 # On Linux auditwheel finds the oldest C library that the wheel runs with, and names the wheel by it.
 wheel: .venv/bin/pip
@@ -55,5 +60,10 @@ wheel: .venv/bin/pip
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[extras]'
 	touch $@
 
+# The requirements of the extra alone: the site is made from the source, so neither mambacl nor PyTorch is needed.
+.venv/installed-docs: .venv/bin/pip pyproject.toml
+	$(BIN)/pip install --disable-pip-version-check --quiet $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
 clean:
-	rm -rf .venv build src/*.egg-info src/mambacl/ops/cpu/_scan.*
+	rm -rf .venv build site src/*.egg-info src/mambacl/ops/cpu/_scan.*
