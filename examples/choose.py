@@ -4,7 +4,7 @@
     python tools/draw_figures.py
 
 Split Fashion-MNIST in five tasks at 16 pixels, with the nano model. Of 150 training images per class, 50 train and 100
-judge; test images are not read. All methods that train have the same rate and passes, which are not tuned. Start it again
+judge; test images are not read. All methods that train have the same rate and passes, not tuned. Start it again
 after an interruption: finished runs are read, the others continue. It takes about ten minutes on two cores.
 """
 
