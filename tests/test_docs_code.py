@@ -279,7 +279,7 @@ def test_a_hugging_face_model_is_protected() -> None:
         names: dict[str, Any] = {}
         exec(changed, names)
         losses[kind] = names["losses"]
-    for (start, untrained), (end, learned) in losses.values():
+    for (start, untrained), (_, learned) in losses.values():
         assert learned < untrained - 0.3 and start < 5
     lost = {kind: rows[1][0] - rows[0][0] for kind, rows in losses.items()}
     assert lost["protected"] < 0.5 * lost["free"]

@@ -2,7 +2,7 @@
 
     python tools/draw_figures.py
 
-The SVGs have no background and middle tones, so that they can be read on light and on dark pages. Their texts are texts.
+The SVGs have no background and middle tones, so that they can be read on light and on dark pages; texts are texts.
 """
 
 import json
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
-INK = "#7a7f87"  # at least 3.9 : 1 on white and on black
+INK = "#7a7f87"  # 4 : 1 on white and on the dark pages of the site
 BLUE, ORANGE, GREEN, RED = "#3f87d9", "#d9822b", "#2f9e6e", "#d0556b"
 STYLE = {
     "svg.fonttype": "none",
@@ -27,11 +27,14 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-Rows = dict[str, dict[str, Any]]
 
 
-def read(name: str) -> dict[str, Any]:
-    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+def rows(name: str) -> dict[str, dict[str, Any]]:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def mean(value: float | list[float]) -> float:
+    return value[0] if isinstance(value, list) else value
 
 
 def frame(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -43,98 +46,116 @@ def frame(width: float, height: float, columns: int = 1) -> tuple[Figure, list[A
     return figure, axes
 
 
-def value(axes: Axes, x: float, y: float, above: bool = True, colour: str = INK) -> None:
-    """Writes a point's value beside it."""
-    place = {"xytext": (0, 4 if above else -4), "va": "bottom" if above else "top"}
-    axes.annotate(f"{y:.1f}", (x, y), textcoords="offset points", ha="center", fontsize=8, color=colour, **place)
+def label(axes: Axes, words: str, x: float, y: float, dx: float = 0, dy: float = 4, **options: Any) -> None:
+    """Writes words beside a point, `dx` and `dy` points away."""
+    place = {"ha": "center", "va": "bottom", "fontsize": 8, "color": INK, **options}
+    axes.annotate(words, (x, y), (dx, dy), textcoords="offset points", **place)
+
+
+def bars(axes: Axes, names: list[str], values: list[float], colour: str, shift: float = 0, **options: Any) -> None:
+    places = [number + shift for number in range(len(names))]
+    axes.bar(places, values, color=colour, **{"width": 0.6, **options})
+    for place, value in zip(places, values, strict=True):
+        label(axes, f"{value:.1f}", place, value, dy=2)
+    axes.set_xticks(range(len(names)), names, fontsize=9)
 
 
 def state() -> Figure:
-    """Accuracy against the size of the ridge classifier's state, with other methods as lines."""
-    rows: Rows = read("study")["rows"]
-    sizes = {
-        10: "ridge, 10MB",
-        30: "ridge, 30MB",
-        100: "ridge, 100MB",
-        300: "ridge, 300MB",
-        1000: "analytic (the default)",
-    }
-    figure, [axes] = frame(6.4, 3.4)
-    means = [rows[name]["final accuracy"][0] for name in sizes.values()]
-    axes.plot(list(sizes), means, "o-", color=BLUE, label="the default (ridge), mirror images at test")
-    for size, mean in zip(sizes, means, strict=True):
-        value(axes, size, mean)
+    """Accuracy against the size of the ridge classifier's state; other methods are lines."""
+    study = rows("study")
+    sizes = {10: "ridge, 10MB", 30: "ridge, 30MB", 100: "ridge, 100MB", 300: "ridge, 300MB"}
+    sizes[1000] = "analytic (the default)"
+    means = [mean(study[name]["final accuracy"]) for name in sizes.values()]
+    figure, [axes] = frame(6.6, 3.6)
+    axes.plot(list(sizes), means, "o-", color=BLUE)
+    for size, value in zip(sizes, means, strict=True):
+        label(axes, f"{value:.1f}", size, value, dy=-14)
+    label(axes, "the default", 10, means[0], 8, 12, color=BLUE, ha="left")
     lines = {
-        "all classes at once, softmax, mirror images at test": (GREEN, "all classes at once, softmax"),
-        "fine-tuning": (ORANGE, "fine-tuning, separate heads"),
-        "Mamba-CL, public-code": (RED, "Mamba-CL, separate heads"),
-        "frozen, separate heads": (INK, "frozen, separate heads"),
+        "all classes at once, softmax, mirror images at test": (GREEN, "all classes at once", 62),
+        "fine-tuning": (ORANGE, "fine-tuning, separate heads", 42.5),
+        "Mamba-CL, public-code": (RED, "Mamba-CL, separate heads", 38.6),
+        "frozen, separate heads": (INK, "frozen, separate heads", 35.6),
     }
-    for name, (colour, label) in lines.items():
-        mean = rows[name]["final accuracy"][0]
-        axes.axhline(mean, color=colour, linestyle="--", linewidth=1.2, label=f"{label}: {mean:.1f}")
+    for name, (colour, words, height) in lines.items():
+        value = mean(study[name]["final accuracy"])
+        axes.axhline(value, color=colour, linestyle="--", linewidth=1.2)
+        axes.text(10, height, f"{words}: {value:.1f}", color=colour, fontsize=8, va="center")
     axes.set(xscale="log", xlabel="state of the classifier (MB)", ylabel="final accuracy (%)", ylim=(34, 64))
-    axes.set_xticks(list(sizes), [f"{size:,}" for size in sizes], minor=False)
+    axes.set_xticks(list(sizes), [f"{size:,}" for size in sizes])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8, loc="center right", labelcolor=INK)
     return figure
 
 
 def classifiers() -> Figure:
-    """Final accuracy by classifier, and by what trains in the backbone."""
-    rows: Rows = read("choose")["rows"]
-    figure, [axes] = frame(6.4, 3.2)
-    names = ["separate", "nearest-mean", "lda", "ridge"]
-    for number, (how, colour) in enumerate({"frozen": GREEN, "protected": BLUE, "fine-tuned": ORANGE}.items()):
-        means = [rows[f"{how}, {name}"]["final accuracy"][0] for name in names]
-        places = [place + 0.27 * (number - 1) for place in range(len(names))]
-        axes.bar(places, means, width=0.25, color=colour, label=f"backbone {how}")
-        for place, mean in zip(places, means, strict=True):
-            value(axes, place, mean)
-    best = rows["the default"]["final accuracy"][0]
-    axes.axhline(best, color=INK, linestyle="--", linewidth=1.2, label=f"the default, ridge on all depths: {best:.1f}")
-    axes.set_xticks(range(len(names)), names)
-    axes.set(ylabel="final accuracy (%)", ylim=(0, 112))
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", labelcolor=INK)
+    """Final accuracy with separate heads and with the ridge, by what trains in the backbone."""
+    study, choice = rows("study"), rows("ridge-choice")
+    names = ["nothing trains", "Mamba-CL", "fine-tuning"]
+    heads = [
+        study[name]["final accuracy"] for name in ("frozen, separate heads", "Mamba-CL, public-code", "fine-tuning")
+    ]
+    figure, [axes] = frame(6.6, 3.4)
+    bars(axes, names, [mean(value) for value in heads], RED, -0.27, width=0.25, label="separate heads")
+    sums = [choice[name]["with mirror images at test"] for name in ("t-none", "t-99", "t-seq")]
+    bars(axes, names, sums, BLUE, width=0.25, label="ridge from sums")
+    again = [choice[name]["sums taken again at the end"] for name in ("t-none", "t-99", "t-seq")]
+    bars(axes, names, again, GREEN, 0.27, width=0.25, label="ridge, if all old images could be seen again")
+    axes.set(ylabel="final accuracy (%)", ylim=(0, 82))
+    axes.legend(frameon=False, fontsize=8, loc="upper center", ncols=3, labelcolor=INK)
     return figure
 
 
 def spectrum() -> Figure:
     """How much of the features' energy the leading directions hold, and where each rank rule cuts."""
-    found = read("choose")["spectrum"]
-    figure, [axes] = frame(6.4, 3.4)
-    energy = found["energy"]
+    found = json.loads((DOCS / "results" / "spectrum.json").read_text(encoding="utf-8"))
+    energy, cuts = found["energy"], found["protected"]
+    figure, [axes] = frame(6.6, 3.6)
     axes.plot(range(1, len(energy) + 1), energy, color=BLUE)
-    for number, (rule, count) in enumerate(found["protected"].items()):
-        height = energy[count - 1] if count else 0
-        axes.plot([count], [height], "o", color=ORANGE)
-        place = {
-            "xytext": (34, -12 - 15 * (5 - number)) if count < len(energy) else (-150, -120),
-            "ha": "left",
-            "fontsize": 8,
-        }
-        arrow = {"arrowstyle": "-", "color": INK, "linewidth": 0.6}
-        words = f"{rule}: {count} of {len(energy)}"
-        axes.annotate(words, (count, height), textcoords="offset points", arrowprops=arrow, color=INK, **place)
-    axes.set(xlabel="protected directions, the strongest first", ylabel="energy in them (%)", ylim=(0, 104))
+    places = {"corner": (14, -8), "smoothed-corner": (14, -10), "energy:0.9": (10, -14), "energy:0.99": (0, -20)}
+    for rule, count in cuts.items():
+        dx, dy = places.get(rule, (0, -20) if count < len(energy) else (0, -34))
+        side = "left" if count < 100 else "right" if count > 300 else "center"
+        axes.plot([count], [energy[count - 1]], "o", color=ORANGE)
+        label(axes, f"{rule}: {count}", count, energy[count - 1], dx, dy, ha=side)
+    axes.set(xlabel=f"protected directions of {len(energy)}, the strongest first", ylabel="energy in them (%)")
+    axes.set(ylim=(0, 106), xlim=(-6, len(energy) + 8))
     return figure
 
 
-def trade(table: str, label: str) -> Figure:
-    """What is learned and what is forgotten, for each row of a table."""
-    record = read("choose")
-    names = record["tables"][table]["rows"]
-    figure, [left, right] = frame(6.4, 3.0, columns=2)
-    words = [name.strip("`").removeprefix("eta ").replace("smoothed-", "smoothed-\n") for name in names]
-    for axes, column, colour in ((left, "learning accuracy", BLUE), (right, "forgetting", ORANGE)):
-        means = [record["rows"][name][column][0] for name in names]
-        axes.bar(range(len(names)), means, width=0.6, color=colour)
-        for place, mean in enumerate(means):
-            value(axes, place, mean)
+def ranks() -> Figure:
+    """What is learned and what is forgotten, from no protection to a frozen backbone."""
+    found = rows("cifar100-10-nano")
+    names = {
+        "none": "sequential",
+        "smoothed-\ncorner": "public-code-plain",
+        "energy:\n0.9": "exact-0.9-plain",
+        "energy:\n0.99": "exact-0.99-plain",
+        "frozen": "frozen",
+    }
+    figure, both = frame(6.6, 3.2, columns=2)
+    for axes, column, colour in zip(both, ("learning accuracy", "forgetting"), (BLUE, ORANGE), strict=True):
+        bars(axes, list(names), [mean(found[name][column]) for name in names.values()], colour)
         axes.set_title(f"{column} (%)", fontsize=10, color=INK)
-        axes.set_xticks(range(len(names)), words, fontsize=8, rotation=20 if len(max(words, key=len)) > 6 else 0)
-        axes.set(xlabel=label)
-        axes.margins(y=0.14)
+        axes.tick_params(axis="x", labelsize=8)
+    both[0].set(ylim=(0, 64))
+    both[1].set(ylim=(0, 20))
+    return figure
+
+
+def etas() -> Figure:
+    """The loss on a new task against the drift of old features."""
+    found = rows("relaxation")
+    figure, [axes] = frame(6.6, 3.4)
+    points = {
+        name: (float(row["drift of old features"]), float(row["loss on the new task"])) for name, row in found.items()
+    }
+    chosen = ["eta 1", "eta 0.99", "eta 0.9"]
+    axes.plot(*zip(*(points[name] for name in chosen), strict=True), "o-", color=BLUE)
+    for name in chosen:
+        label(axes, f"{name}: drift {points[name][0]:.3f}, loss {points[name][1]:.4f}", *points[name], 8, 2, ha="left")
+    axes.plot(*points["corner"], "s", color=RED)
+    label(axes, f"the corner rule: drift {points['corner'][0]:.3f}", *points["corner"], -6, 8, ha="right")
+    axes.set(xlabel="drift of the old task's features", ylabel="loss on the new task", xlim=(0, 0.7), ylim=(0, 0.056))
     return figure
 
 
@@ -142,8 +163,8 @@ FIGURES = {
     "choose-state": state,
     "choose-classifier": classifiers,
     "choose-spectrum": spectrum,
-    "choose-rank": lambda: trade("ranks", "rank rule"),
-    "choose-eta": lambda: trade("etas", "eta"),
+    "choose-rank": ranks,
+    "choose-eta": etas,
 }
 
 
@@ -152,9 +173,8 @@ def draw(folder: Path) -> list[Path]:
     written = []
     for name, make in FIGURES.items():
         with matplotlib.rc_context(STYLE):
-            figure = make()
             path = folder / f"{name}.svg"
-            figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+            make().savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
         written.append(path)
     return written
 
