@@ -154,7 +154,14 @@ def etas() -> Figure:
     for name in chosen:
         label(axes, f"{name}: drift {points[name][0]:.3f}, loss {points[name][1]:.4f}", *points[name], 8, 2, ha="left")
     axes.plot(*points["corner"], "s", color=RED)
-    label(axes, f"the corner rule: drift {points['corner'][0]:.3f}", *points["corner"], -6, 8, ha="right")
+    label(
+        axes,
+        "the corner rule: drift {:.3f}, loss {:.4f}".format(*points["corner"]),
+        *points["corner"],
+        -6,
+        8,
+        ha="right",
+    )
     axes.set(xlabel="drift of the old task's features", ylabel="loss on the new task", xlim=(0, 0.7), ylim=(0, 0.056))
     return figure
 
