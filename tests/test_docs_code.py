@@ -175,7 +175,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(root / "photos" / "test" / "ant" / "0.png", root / "photo.jpg")  # Pillow looks at the content
     stream = {"dataset": "folders", "root": str(root / "photos"), "tasks": 5, "transforms": {"image_size": 16}}
     own = {"method": "analytic", "classifier_options": {"width": 40}, "stream": stream}
-    run = mambacl.train({**CONFIG, **own}, name="photos", out=str(root / "runs" / "photos-analytic-0"))
+    run = mambacl.train({**CONFIG, **own}, name="photos", out=str(root / "runs" / "run"))
     shutil.copytree(run.folder, root / "runs" / "other")
     return root
 
@@ -190,13 +190,14 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def follow(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs one line as a reader would, with names in place of the placeholders."""
-    run, other = "runs/photos-analytic-0", "runs/other"
+    run, other = "runs/run", "runs/other"
     names = {"RUN": run, "RUN...": other, "OLD": other, "NEW": run, "IMAGE...": "photo.jpg", "PRESET": "demo"}
     names |= {"FOLDER": "more-photos" if " learn " in line else "test-photos", "DIR": "domains"}
     given = [names.get(word, word) for word in words(line)]
     given = [path for word in given for path in (sorted(glob.glob(word)) if "*" in word else [word])]
     if given[0] == "train":
         given += SHORTER if given[1] == "demo" else SHORTER[2:4]
+        given += [] if "--setting" in given else ["--classifier_options.width", "50"]
     if given[0] == "watch":
         given.append("--once")
     if line.startswith("find "):
@@ -274,15 +275,15 @@ def test_a_hugging_face_model_is_protected() -> None:
     pytest.importorskip("datasets")
     pytest.importorskip("transformers")
     [text] = [text for text in code("python.md") if "MambaForCausalLM" in text]
-    losses = {}
+    losses: dict[str, Any] = {}
     for kind, changed in {"protected": text, "free": text.replace("space.wrap(", "(")}.items():
         names: dict[str, Any] = {}
         exec(changed, names)
         losses[kind] = names["losses"]
     for (start, untrained), (_, learned) in losses.values():
-        assert learned < untrained - 0.3 and start < 5
+        assert start < 1 and learned < 0.5 * untrained
     lost = {kind: rows[1][0] - rows[0][0] for kind, rows in losses.items()}
-    assert lost["protected"] < 0.5 * lost["free"]
+    assert lost["protected"] < 0.1 < 0.3 < lost["free"]
 
 
 @pytest.mark.slow
