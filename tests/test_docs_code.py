@@ -198,6 +198,9 @@ def follow(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if given[0] == "train":
         given += SHORTER if given[1] == "demo" else SHORTER[2:4]
         given += [] if "--setting" in given else ["--classifier_options.width", "50"]
+    if given[0] == "learn" and run in given:  # such lines are alternatives
+        shutil.rmtree(run)
+        shutil.copytree(other, run)
     if given[0] == "watch":
         given.append("--once")
     if line.startswith("find "):
