@@ -197,7 +197,7 @@ def follow(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [path for word in given for path in (sorted(glob.glob(word)) if "*" in word else [word])]
     if given[0] == "train":
         given += SHORTER if given[1] == "demo" else SHORTER[2:4]
-        given += [] if "--setting" in given else ["--classifier_options.width", "50"]
+        given += ["--training.passes", "1"] if "--setting" in given else ["--classifier_options.width", "50"]
     if given[0] == "learn" and run in given:  # such lines are alternatives
         shutil.rmtree(run)
         shutil.copytree(other, run)
@@ -234,7 +234,8 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.chdir(tmp_path)
     images, *_, model = (text for language, text in tutorial_parts() if language == "python")
     exec(images.replace("data.train, 50", "data.train, 3").replace("data.test, 20", "data.test, 2"), {})
-    assert len(list(Path("photos/train").iterdir())) == 8 and len(list(Path("more-photos/test").iterdir())) == 2
+    assert len(list(Path("photos/train").iterdir())) == 8 and len(list(Path("test-photos").iterdir())) == 10
+    assert len(list(Path("more-photos").iterdir())) == 2
     for line in LINES["tutorial.md"]:
         follow(line, monkeypatch)
         if "predict runs/" in line:
@@ -245,9 +246,17 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert Path("runs/photos-analytic-0/report.html").is_file()
 
 
+def shorten(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Adds options to every call of `mambacl.train`."""
+    monkeypatch.setattr(mambacl, "train", functools.partial(mambacl.train, **options), raising=False)
+
+
 @pytest.mark.slow
-def test_the_python_of_the_readme_runs(place: Path, tiny_model: Callable[..., torch.nn.Module]) -> None:
+def test_the_python_of_the_readme_runs(
+    place: Path, tiny_model: Callable[..., torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    shorten(monkeypatch, classifier_options={"width": 50})
     labels = torch.arange(20) % 4
     features = torch.randn(20, 8) + 4 * torch.nn.functional.one_hot(labels, 8)
     images = torch.randn(8, 3, 16, 16)
@@ -263,6 +272,7 @@ def test_the_python_of_the_readme_runs(place: Path, tiny_model: Callable[..., to
 def test_a_hugging_face_data_set_is_trained_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+    shorten(monkeypatch, classifier_options={"width": 50})
     names: dict[str, Any] = {}
     first, second = code("data.md")
     exec(first, names)
@@ -302,7 +312,7 @@ def test_the_other_python_of_the_page_runs(
     exec(fast, names)
     assert names["features"].shape == (2, 4)
     fixed = {"stream.train_per_class": 3, "stream.transforms.image_size": 16, "stream.tasks": 2}
-    monkeypatch.setattr(mambacl, "train", functools.partial(mambacl.train, **fixed), raising=False)
+    shorten(monkeypatch, **fixed)
     with fewer_test_images(2):
         exec(whole, names)
     assert names["run"].results["status"] == "finished" and names["page"].is_file()
