@@ -33,8 +33,8 @@ test-gpu: .venv/installed-dev
 	$(BIN)/pytest -m "gpu or kernels" --durations=15
 
 docs: .venv/installed-docs
-	$(BIN)/mkdocs build --strict --quiet
-	@echo "Open site/index.html."
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html. To search it: python3 -m http.server --directory site"
 
 # On Linux auditwheel finds the oldest C library that the wheel runs with, and names the wheel by it.
 wheel: .venv/bin/pip
