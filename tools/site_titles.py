@@ -1,5 +1,5 @@
-"""A hook of mkdocs: on the site, a link that shows a file name, such as [learn.md](learn.md), shows the title that the page
-has in the navigation. On a code host the file name is what readers look for."""
+"""A hook of mkdocs: a link that shows a file name, such as [learn.md](learn.md), shows the page's title
+in the navigation. On a code host the file name is what readers look for."""
 
 import re
 from typing import Any
