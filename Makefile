@@ -6,13 +6,14 @@
 # make test-extras    what the extras add, with their real libraries
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
 # make first-hour    a new user's first hour with the wheel, in a new environment, bad input included: under 30 minutes
+# make docs    the documentation as a site in site/; broken links fail. Installs 160 MB in half a minute, not PyTorch
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 # make test-packages PYTHONS="python3.10 python3.13"    the same bytes twice, and they install; TORCH=1: with PyTorch
 PYTHON ?= python3
 PYTHONS ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-cpus test-extras test-gpu first-hour wheel test-packages clean
+.PHONY: demo test test-long test-fast test-cpus test-extras test-gpu first-hour docs wheel test-packages clean
 
 demo: .venv/installed
 	$(BIN)/mambacl train demo --compare mamba-cl,sequential
@@ -41,6 +42,10 @@ test-gpu: .venv/installed-dev
 first-hour:
 	$(PYTHON) tools/first_hour --python $(PYTHON)
 
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html. To search it: python3 -m http.server --directory site"
+
 wheel: .venv/installed-build
 	rm -rf dist
 	$(BIN)/python tools/build_packages.py dist
@@ -67,5 +72,10 @@ test-packages: .venv/installed-build
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[extras]'
 	touch $@
 
+# The requirements of the extra alone: the site is made from the source, so neither mambacl nor PyTorch is needed.
+.venv/installed-docs: .venv/bin/pip pyproject.toml
+	$(BIN)/pip install --disable-pip-version-check --quiet $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
 clean:
-	rm -rf .venv build src/*.egg-info src/mambacl/ops/cpu/_scan.*
+	rm -rf .venv build site src/*.egg-info src/mambacl/ops/cpu/_scan.*

@@ -74,8 +74,8 @@ def speeds(file: str, systems: tuple[str, ...], call: str) -> dict[tuple[str, st
     return found
 
 
-def test_the_readme_quotes_the_recorded_speeds() -> None:
-    line = next(line for line in (SOURCE / "README.md").read_text(encoding="utf-8").split("\n") if "| speed |" in line)
+def test_the_page_quotes_the_recorded_speeds() -> None:
+    line = next(line for line in (DOCS / "index.md").read_text(encoding="utf-8").split("\n") if "| speed |" in line)
     gpu = speeds("against-h200.json", ("mamba-ssm",), "forward_and_backward")
     cpu = speeds("against-cpu.json", ("ONNX Runtime", "OpenVINO"), "forward").values()
     vmamba = [value for (shape, _), value in gpu.items() if shape.startswith("vmamba")]

@@ -26,7 +26,7 @@ from mambacl.errors import UserError
 Status = Literal["ok", "slow", "missing", "broken"]
 Version = tuple[int, ...]
 
-FOR_DEVELOPERS = ("dev", "extras")  # the extras of those who change mambacl
+FOR_DEVELOPERS = ("dev", "docs", "extras")  # the extras of those who change mambacl
 LITTLE_DISK = 5e9  # bytes; a run of the nano model with checkpoints and report takes less than 1 GB
 LITTLE_MEMORY = 2e9  # bytes free on a GPU
 MOST_DIFFERENCE = 1e-4  # between a kernel and its plain twin, of values of size 1 in float32

@@ -89,6 +89,9 @@ def align(
 
 
 class AlignedHeads(FollowsDrift, SeparateHeads):
+    """Separate heads that are trained together on samples of the classes' Gaussians when a task ends. Keywords are the
+    options of `AlignedOptions`."""
+
     name = "aligned"
     summary = "one linear head per task, trained with the backbone, then aligned on samples of class Gaussians"
     options_class: ClassVar[type] = AlignedOptions

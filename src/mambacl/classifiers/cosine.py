@@ -42,6 +42,8 @@ class CosineOptions:
 
 
 class CosineHeads(TaskHeads):
+    """One cosine head per task. `scale` is where its learned scale starts."""
+
     name = "cosine"
     summary = "one cosine head per task, with a learned scale, trained with the backbone"
     options_class: ClassVar[type] = CosineOptions

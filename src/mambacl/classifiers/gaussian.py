@@ -104,6 +104,8 @@ def tukey(features: Tensor, power: float) -> Tensor:
 
 
 class Gaussian(ClassStatisticsClassifier):
+    """One Gaussian per class, with a shrunk covariance. Keywords are the options of `GaussianOptions`."""
+
     name = "gaussian"
     summary = "one Gaussian per class with a shrunk covariance, computed from features when a task ends"
     options_class: ClassVar[type] = GaussianOptions

@@ -41,6 +41,9 @@ class LDAOptions(DriftOptions):
 
 
 class LDA(ClassStatisticsClassifier):
+    """Linear discriminant analysis with a shrunk covariance. Keywords are the options of `LDAOptions`, e.g.
+    `shrinkage=0.1`."""
+
     name = "lda"
     summary = "linear discriminant analysis with a shrunk covariance, computed from features when a task ends"
     options_class: ClassVar[type] = LDAOptions

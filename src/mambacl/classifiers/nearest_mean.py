@@ -23,6 +23,8 @@ LARGEST = 2.0**62  # limit of a sum in units; int64 overflows at 2^63
 
 
 class NearestMean(FollowsDrift, StatisticsClassifier):
+    """The class whose mean feature is closest. The sums are integers, so their order does not matter."""
+
     name = "nearest-mean"
     summary = "the closest class mean, computed from features when a task ends"
     options_class: ClassVar[type] = DriftOptions

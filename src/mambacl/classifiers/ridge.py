@@ -54,6 +54,9 @@ FLOAT64_UNITS = 32768  # more are solved in float32
 
 
 class Ridge(FollowsDrift, StatisticsClassifier):
+    """Ridge regression on a random lift of the features. Keywords are the options of `RidgeOptions`, e.g.
+    `state_limit="100MB"`."""
+
     name = "ridge"
     summary = "ridge regression on a random lift of the features, from sums over all tasks"
     options_class: ClassVar[type] = RidgeOptions

@@ -23,6 +23,8 @@ class SeparateOptions:
 
 
 class SeparateHeads(TaskHeads):
+    """One linear head per task. `start`: whether its weights start at random or at zero."""
+
     name = "separate"
     summary = "one linear head per task, trained with the backbone (the paper's)"
     options_class: ClassVar[type] = SeparateOptions
