@@ -106,7 +106,7 @@ def test_openvino_of_each_family(family: str, tmp_path: Path) -> None:
     assert_described(text, model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", BACKBONES)
 def test_pt2_of_each_family(family: str, tmp_path: Path) -> None:
     check(predictor(family, method="frozen"), tmp_path, "pt2")
