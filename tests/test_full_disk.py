@@ -17,8 +17,10 @@ from small_run import CONFIG
 from training_help import assert_same_run
 
 import mambacl
+from mambacl.errors import UserError
 from mambacl.files import disk_error, full_disk, write_bytes
 from mambacl.nullspace.memory import CovarianceStore
+from mambacl.reports.writing import write_files
 from mambacl.training.loop import TrainingError
 
 resource = pytest.importorskip("resource")
@@ -50,6 +52,15 @@ def test_a_file_that_cannot_be_written_is_named_and_stays(tmp_path: Path) -> Non
         write_bytes(path, bytes(10_000))
     assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_that_does_not_fit_leaves_no_new_folder(tmp_path: Path) -> None:
+    files = {"figures/small.png": b"small", "report.html": bytes(10_000)}
+    (tmp_path / "old").mkdir()
+    for name in ("new", "old"):
+        with files_up_to(1000), pytest.raises(UserError, match="cannot be written .* choose another folder with --out"):
+            write_files(tmp_path / name, files)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_covariances_on_a_full_disk_raise_instead_of_killing_the_process(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A folder with a comparison has `runs.json`: the runs that each page shows. A pag
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -61,11 +62,15 @@ def write_report(
 
 
 def write_files(target: Path, files: Mapping[str, bytes]) -> None:
+    """All of them; if that fails, a new folder does not stay."""
+    new = not target.exists()
     try:
         for name, data in files.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             write_bytes(target / name, data)
     except OSError as error:
+        if new:
+            shutil.rmtree(target, ignore_errors=True)
         raise UserError(
             f"The report cannot be written to {target} ({error.strerror or error}); choose another folder with --out."
         ) from None
