@@ -22,13 +22,13 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not long" --durations=15
+	$(BIN)/pytest -n 2 --dist loadfile -m "not long" --durations=15
 
 test-long: .venv/installed-dev
-	$(BIN)/pytest -n 2 --dist loadgroup -m long --durations=15
+	$(BIN)/pytest -n 2 --dist loadfile -m long --durations=15
 
 test-fast: .venv/installed-dev
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-cpus: .venv/installed-dev
 	sh tools/test_cpus.sh $(BIN)/python

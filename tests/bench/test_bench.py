@@ -44,7 +44,6 @@ TOY = Sizes(
 SIGNED = ("per_cent_slower", "final_accuracy_per_cent", "largest_difference")
 
 
-pytestmark = pytest.mark.xdist_group("parts")  # a part is measured once per process
 SLOW = ("scan", "step", "projection", "run")  # kernels in Triton's interpreter, training
 PART = [pytest.param(part, marks=pytest.mark.slow) if part in SLOW else part for part in PARTS]
 

@@ -37,8 +37,11 @@ def open_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(switch.ENVIRONMENT_VARIABLE, raising=False)
 
 
+LONG = ("03_groups4_z_last", "07_mixed_constB_varC")
+
+
 @kernels
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long) if c in LONG else c for c in CASES])
 def test_output_last_state_and_gradients_are_the_recorded_ones(recorded: dict[str, Tensor], case: str) -> None:
     prefix = f"case{case}/"
     inputs = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from learning_run import SEEDS, metrics, over_seeds
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("learning")]  # a run is trained once per process
+pytestmark = pytest.mark.slow
 CHANCE = 0.1
 RUNS = pytest.mark.parametrize("seeds", [SEEDS[:1], pytest.param(SEEDS, marks=pytest.mark.long)], ids=["one", "all"])
 
