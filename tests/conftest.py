@@ -22,6 +22,7 @@ from mambacl.backbones import create_model
 torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))
 
 GOLDENS = Path(__file__).parent / "goldens"
+LONG_IN_THE_INTERPRETER = ("test_scan_layouts", "test_scan_tiles")  # test_scan_triton has the same scans
 NOT_PASSED = ("family", "final_norm", "input_hw")  # entries of a golden's configuration that describe the recording
 TINY = {
     "img_size": 16,
@@ -45,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="there is neither a CUDA device nor Triton's interpreter"))
         elif not torch.cuda.is_available():
             item.add_marker(pytest.mark.slow)
+            if item.path.stem in LONG_IN_THE_INTERPRETER:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")

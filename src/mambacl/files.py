@@ -70,7 +70,7 @@ def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> I
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
     if sync and hasattr(os, "O_DIRECTORY"):

@@ -136,7 +136,7 @@ def test_an_optimizer_without_the_compiler_is_the_same(kind: type[torch.optim.Op
     assert torch.equal(*found) and len(calls) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_seconds_add_up_to_the_wall_time(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(CONFIG))
     command = [sys.executable, "-m", "mambacl", "train", "small.yaml", "--out", "run"]

@@ -60,7 +60,7 @@ def test_a_table_json_and_csv_say_the_same(run: str, photos: Path, capsys: pytes
 def test_the_code_of_the_page_runs(run: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs" / "deploy.md"
     found = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-    codes = [code for code in found if "mambacl." in code]  # test_shipping runs those of other runtimes
+    codes = [code for code in found if "mambacl." in code or "predictor." in code]  # test_shipping_runs has the others
     monkeypatch.chdir(photos)
     shutil.copy(photos / "a.png", photos / "b.png")
     shutil.copytree(run, photos / "runs" / "photos-analytic-0")
@@ -70,7 +70,12 @@ def test_the_code_of_the_page_runs(run: str, photos: Path, tmp_path: Path, monke
     for code in codes:
         exec(code, names)
     assert mambacl.load("model.safetensors").classes == names["predictor"].classes
-    assert len(codes) == 2 and names["found"].shared.images == 1 and names["found"].shared.lost == 0
+    assert (
+        len(codes) == 3
+        and names["rates"].images > 0
+        and names["found"].shared.images == 1
+        and names["found"].shared.lost == 0
+    )
 
 
 def test_names_come_from_standard_input(

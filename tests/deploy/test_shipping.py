@@ -112,7 +112,7 @@ def test_pt2_of_each_family(family: str, tmp_path: Path) -> None:
     check(predictor(family, method="frozen"), tmp_path, "pt2")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pt2_of_ridge_and_its_metadata(tmp_path: Path) -> None:
     model = predictor("defocus", **RIDGE)
     done = check(model, tmp_path, "pt2", preprocessing=True)

@@ -72,7 +72,7 @@ def test_forward_and_backward_may_have_different_layouts(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize(
     "segments, length, n, groups",
-    [(2, 9, 3, 1), pytest.param(3, 40, 16, 2, marks=pytest.mark.long), (5, 33, 2, 1), (4, 17, 5, 1)],
+    [(2, 9, 3, 1), (3, 40, 16, 2), (5, 33, 2, 1), (4, 17, 5, 1)],
 )
 def test_time_in_segments_gives_the_same_answer(
     segments: int, length: int, n: int, groups: int, reverse: bool, monkeypatch: pytest.MonkeyPatch
@@ -87,8 +87,8 @@ def test_time_in_segments_gives_the_same_answer(
     "length, ahead, back, groups",
     [
         (40, (8, 2, 3), (8, 1, 5), 1),
-        pytest.param(33, (8, 2, 3), (16, 2, 2), 2, marks=pytest.mark.long),
-        pytest.param(60, (16, 2, 2), (8, 4, 2), 1, marks=pytest.mark.long),
+        (33, (8, 2, 3), (16, 2, 2), 2),
+        (60, (16, 2, 2), (8, 4, 2), 1),
         (25, (8, 3, 2), (8, 2, 2), 2),
     ],
 )

@@ -112,7 +112,6 @@ def test_time_in_segments_is_the_same(split: tuple, reverse: bool, monkeypatch: 
     compare(inputs(b=1, l=41, d=3, n=3), reverse=reverse)
 
 
-@pytest.mark.long
 @kernels
 def test_blocks_taken_one_after_the_other_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(b=1, l=9, d=40, n=16, groups=2)
@@ -143,7 +142,7 @@ def test_every_layout_fills_its_lanes() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("n, height, width", [(1, 2, 3), (16, 2, 3), pytest.param(3, 4, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n, height, width", [(1, 2, 3), (16, 2, 3), (3, 4, 4)])
 def test_four_orders_read_in_place_are_those_copied(n: int, height: int, width: int) -> None:
     given = tokens(b=2, l=height * width, d=24, n=n, groups=4)
     maps = {name: given[name].unflatten(1, (height, width)) for name in ("u", "delta", "B", "C")}
