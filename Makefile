@@ -5,7 +5,7 @@
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
 # make test-extras    what the extras add, with their real libraries
 # make test-gpu    the tests that need a GPU, and those of all kernels for real
-# make first-hour    a new user's first hour with the wheel, in a new environment, bad input included: under 30 minutes
+# make first-hour    a new user's first hour with the wheel, in a new environment, bad input included; about half an hour
 # make docs    the documentation as a site in site/; broken links fail. Installs 160 MB in half a minute, not PyTorch
 # make wheel    the packages in dist/; whoever installs the wheel needs no compiler
 # make test-packages PYTHONS="python3.10 python3.13"    the same bytes twice, and they install; TORCH=1: with PyTorch
