@@ -1,5 +1,5 @@
 # make demo    the whole product on a small example, installation included in about three minutes
-# make test    style, types and tests, about ten minutes on two cores
+# make test    style, types and tests, 8 to 14 minutes on two cores
 # make test-long    the few tests that `make test` leaves out because each takes a quarter of a minute or more
 # make test-fast    all but the slow tests
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
@@ -22,13 +22,13 @@ test: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile -m "not long" --durations=15
+	$(BIN)/pytest -n 2 --dist worksteal -m "not long" --durations=15
 
 test-long: .venv/installed-dev
-	$(BIN)/pytest -n 2 --dist loadfile -m long --durations=15
+	$(BIN)/pytest -n 2 --dist worksteal -m long --durations=15
 
 test-fast: .venv/installed-dev
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 test-cpus: .venv/installed-dev
 	sh tools/test_cpus.sh $(BIN)/python

@@ -45,7 +45,8 @@ SIGNED = ("per_cent_slower", "final_accuracy_per_cent", "largest_difference")
 
 
 SLOW = ("scan", "step", "projection", "run")  # kernels in Triton's interpreter, training
-PART = [pytest.param(part, marks=pytest.mark.slow) if part in SLOW else part for part in PARTS]
+MARKS = {"scan": pytest.mark.long}
+PART = [pytest.param(p, marks=MARKS.get(p, pytest.mark.slow)) if p in SLOW else p for p in PARTS]
 
 
 @cache
@@ -66,7 +67,7 @@ def test_every_part_finds_finite_positive_figures(part: str) -> None:
     assert result.title in printed and all(note.split()[0] in printed for note in result.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scan_has_a_row_for_each_shape_type_and_backend() -> None:
     rows = result_of("scan").rows
     backends = {str(row["backend"]) for row in rows}

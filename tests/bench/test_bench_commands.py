@@ -87,7 +87,7 @@ def test_a_worker_that_fails_is_noticed() -> None:
         step_seconds(start_worker(stack, {}, -1), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_settings_are_compared_after_a_task() -> None:
     result = mambacl.bench.settings.measure("cpu", 2, "float32", tasks=1, images=20, repeats=3, budget=0.01)
     assert [row["step"] for row in result.rows] == ["sequential", "public-code", "exact energy:0.99"]

@@ -179,7 +179,7 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     dataset.check()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_thousand_files_in_one_folder(tmp_path: Path) -> None:
     """Time grows with their number and not with its square."""
 

@@ -18,7 +18,9 @@ from learning_run import SEEDS, metrics, over_seeds
 
 pytestmark = pytest.mark.slow
 CHANCE = 0.1
-RUNS = pytest.mark.parametrize("seeds", [SEEDS[:1], pytest.param(SEEDS, marks=pytest.mark.long)], ids=["one", "all"])
+ALL = pytest.param(SEEDS, marks=pytest.mark.long)
+ONE = pytest.param(SEEDS[:1], marks=pytest.mark.long)  # a minute on a slow core
+RUNS = pytest.mark.parametrize("seeds", [ONE, ALL], ids=["one", "all"])
 
 
 def protected_and_free(metric: str, seeds: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -76,9 +76,9 @@ def bench_exports(
     json_file: Path | None = None,
 ) -> dict[str, Any]:
     """Measures and shows a table per model. Returns the contents of the JSON file."""
+    check_writable(json_file)
     for name in RUNTIMES:
         FORMATS[name].check_installed()
-    check_writable(json_file)
     where = torch.device("cpu")
     options = {"models": [case.model for case in cases], "forms": list(forms), "rounds": rounds}
     made: dict[str, Any] = {"kind": KIND, **header(where, options)}
