@@ -48,6 +48,6 @@ def metrics(method: str, classifier: str = "auto", seed: int = 0, **overrides: A
         return mambacl.train(CONFIG, method=method, classifier=classifier, seed=seed, out=out, **overrides).metrics
 
 
-def over_seeds(metric: str, method: str, *, seeds: tuple[int, ...] = SEEDS, **overrides: Any) -> np.ndarray:
+def over_seeds(metric: str, method: str, **overrides: Any) -> np.ndarray:
     """One metric of a run with each seed."""
-    return np.array([metrics(method, seed=seed, **overrides)[metric] for seed in seeds])
+    return np.array([metrics(method, seed=seed, **overrides)[metric] for seed in SEEDS])
