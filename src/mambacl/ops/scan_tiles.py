@@ -22,6 +22,8 @@ RESIDENT = {False: 12, True: 8}  # resident warps per multiprocessor: forward, b
 # The kernels for a single state: channels per program (one warp), segments per tile, steps per segment, and resident
 # programs of the backward per multiprocessor.
 SINGLE_CHANNELS, SINGLE_SEGMENTS, SINGLE_STEPS, SINGLE_RESIDENT = 4, 8, 8, 16
+FETCH_BACK = False  # whether the backward prefetches
+SUMMED = 512  # sums per program of `sum_shares`
 SPREAD = 4  # waves of programs to keep when one program takes several blocks of channels
 
 
@@ -119,12 +121,12 @@ def backward(
     parts = batch * call.split.segments
     du = out_like(u, channels, torch.float32 if order == "cross" else u.dtype)
     ddelta, dz = out_like(delta, channels), u if z is None else out_like(z, channels)
-    dA = call.new(parts, *A.shape) if need_A else call.A  # a placeholder; the kernel does not write to it
-    dD, dbias = (call.A if x is None else call.new(parts, channels) for x in (D, bias))
+    rows = call.new(parts, channels * (states + 2))  # one per part; what is not needed is not written
+    dA, dD, dbias = rows.split((channels * states, channels, channels), dim=1)
     if call.single:
         skip = D is not None
         dB, dC = _single_backward(call, dout, dlast, kept, du, ddelta, dz, dA, dD, dbias, skip, need_A)
-        return _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A)
+        return _gradients(du, ddelta, rows, dB, dC, dz, A, D, z, bias, need_A)
     share = call.share
     shares = -(-call.constants["BLOCKS"] // share) * B.shape[2]
     dBC = call.new(batch, shares, length, 2, states)
@@ -143,18 +145,33 @@ def backward(
         *(*call.B.stride()[:3], *call.C.stride()[:3], *du.stride(), *ddelta.stride(), *dz.stride()),
         **call.constants, **call.time, SHARE=share, SKIP=D is not None, LAST=dlast is not None, NEED_A=need_A,
         SAME=_same_strides(call.u, call.delta, call.z, dout, du, ddelta, dz), AHEAD=call.plan.ahead,
+        FETCH=call.fetch_back,
     )  # fmt: skip
-    dB, dC = dBC.view(batch, B.shape[2], -1, length, 2, states).sum(2).transpose(1, 2).unbind(3)  # (b, l, g, n)
+    dB, dC = _summed(dBC, B, C)
     if order == "cross":  # the four orders share u
         du = du.unflatten(2, (B.shape[2], -1)).sum(2).to(u.dtype)
-    return _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A)
+    return _gradients(du, ddelta, rows, dB, dC, dz, A, D, z, bias, need_A)
 
 
-def _gradients(du, ddelta, dA, dB, dC, dD, dz, dbias, D, z, bias, need_A):  # type: ignore[no-untyped-def]
+def _summed(parts: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """dB and dC (b, l, g, n), in the types of B and C, from the parts (b, g * shares, l, 2, n)."""
+    batch, length, groups, states = B.shape
+    dB, dC = (torch.empty(M.shape, dtype=M.dtype, device=M.device) for M in (B, C))
+    kernels.launch.launch(
+        kernels.scan_sums.sum_shares,
+        (batch * groups * -(-length * 2 * states // SUMMED),),
+        *(parts, dB, dC, length, parts.shape[1] // groups),
+        GROUPS=groups, N=states, BLOCK=SUMMED, num_warps=4,
+    )  # fmt: skip
+    return dB, dC
+
+
+def _gradients(du, ddelta, rows, dB, dC, dz, A, D, z, bias, need_A):  # type: ignore[no-untyped-def]
+    channels = len(A)
+    dA, dD, dbias = rows.sum(0).split((A.numel(), channels, channels))  # one sum for all
     return (
-        *(du, ddelta, dA.sum(0) if need_A else None, dB, dC),
-        *(dD.sum(0) if D is not None else None, dz if z is not None else None),
-        dbias.sum(0) if bias is not None else None,
+        *(du, ddelta, dA.view(A.shape) if need_A else None, dB, dC),
+        *(dD if D is not None else None, dz if z is not None else None, dbias if bias is not None else None),
     )
 
 
@@ -226,7 +243,7 @@ class _Call:
     ) -> None:  # fmt: skip
         self.u, self.delta = _one_contiguous(u), _one_contiguous(delta)
         self.z = self.u if z is None else _one_contiguous(z)
-        self.A, self.B, self.C = A.float().contiguous(), _states_contiguous(B), _states_contiguous(C)
+        self.A, self.B, self.C = A.float().contiguous(), *_states_contiguous(B, C)
         self.D, self.bias = (self.A if x is None else x.contiguous() for x in (D, bias))
         self.backward = backward
         self.single = _single(self.u, self.delta, z, A.shape[1], order)
@@ -254,6 +271,11 @@ class _Call:
         if not self.u.is_cuda:
             return "none"
         return "time" if self.delta.stride(1) == 1 else "channels"
+
+    @property
+    def fetch_back(self) -> str:
+        """Like `fetch`, for the backward."""
+        return self.fetch if FETCH_BACK and self.time["EVERY"] * self.plan.steps >= 16 else "none"
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.u.device)
@@ -307,6 +329,9 @@ def _same_strides(*tensors: Tensor) -> bool:
     return len({x.stride()[1:] for x in tensors}) == 1
 
 
-def _states_contiguous(M: Tensor) -> Tensor:
-    """B or C with contiguous states. The copy, if needed, is small compared to u."""
-    return M if M.stride(3) == 1 or M.shape[3] == 1 else M.contiguous()
+def _states_contiguous(B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
+    """B and C with contiguous states. The copies, if needed, are small compared to u; one kernel makes both."""
+    copied = [M.shape[3] > 1 and M.stride(3) != 1 for M in (B, C)]
+    if all(copied) and B.dtype == C.dtype and B.shape[2] == 1:
+        return torch.cat((B.squeeze(2), C.squeeze(2))).unsqueeze(2).chunk(2)
+    return tuple(M.contiguous() if copy else M for M, copy in zip((B, C), copied, strict=True))

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-MODULES = ("conv", "delta", "gate", "launch", "norm", "rotary", "scan", "scan_single", "scan_tiles")
+MODULES = ("conv", "delta", "gate", "launch", "norm", "rotary", "scan", "scan_single", "scan_sums", "scan_tiles")
 
 
 def __getattr__(name: str) -> Any:

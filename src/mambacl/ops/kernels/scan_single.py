@@ -208,8 +208,8 @@ def scan_single_backward(
     EVEN: tl.constexpr, SHARE: tl.constexpr, LOG_A: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """dA, dD, dbias (b, d), to be summed; parts of dB and dC (b, groups * shares, 2, l), to be summed over the shares
-    of a group. A program processes SHARE blocks of channels in turn."""
+    """dA, dD and dbias in one row (3 * d) per image, to be summed; parts of dB and dC (b, groups * shares, 2, l), to be
+    summed over the shares of a group. A program processes SHARE blocks of channels in turn."""
     L = vectors * V
     BLOCKS: tl.constexpr = (K + CH - 1) // CH
     SHARES: tl.constexpr = (BLOCKS + SHARE - 1) // SHARE
@@ -314,14 +314,15 @@ def scan_single_backward(
                 if number > 0:
                     sums = _added(sums, _load(sums_row, two, at, L, S, Q, V, False, REVERSE), Q)
             _store(sums_row, sums, two, at, L, S, Q, V, False, REVERSE)
+        own = row + image * (2 * GROUPS * K)
         if NEED_A:
             dA = tl.sum(dA, axis=0, keep_dims=True)
             if LOG_A:
                 dA *= A * LN2
-            tl.store(dA_ptr + row, dA, mask=there)
+            tl.store(dA_ptr + own, dA, mask=there)
         if SKIP:
-            tl.store(dD_ptr + row, tl.sum(dD, axis=0, keep_dims=True), mask=there)
+            tl.store(dD_ptr + own, tl.sum(dD, axis=0, keep_dims=True), mask=there)
         if BIAS:
-            tl.store(dbias_ptr + row, tl.sum(dbias, axis=0, keep_dims=True), mask=there)
+            tl.store(dbias_ptr + own, tl.sum(dbias, axis=0, keep_dims=True), mask=there)
         if SHARE > 1:
             tl.debug_barrier()  # another lane can load what one stored

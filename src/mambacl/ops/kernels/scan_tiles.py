@@ -29,6 +29,7 @@ from mambacl.ops.kernels.tiles import (
     decay_of,
     dt_of,
     even_odd,
+    fetch_states,
     fetch_tile,
     load_states,
     load_tile,
@@ -212,12 +213,13 @@ def scan_backward(
     LN: tl.constexpr, BLOCKS: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr, SEGMENTS: tl.constexpr,
     PIECES: tl.constexpr, SHARE: tl.constexpr, LOG_A: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LAST: tl.constexpr, NEED_A: tl.constexpr, ORDER: tl.constexpr,
-    SAME: tl.constexpr, AHEAD: tl.constexpr,
+    SAME: tl.constexpr, AHEAD: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """du, ddelta, dz (b, l, d) by strides; dA (b * segments, d, n), dD, dbias (b * segments, d), to be summed; parts of
-    dB and dC (b, groups * shares, l, 2, n), to be summed over the shares of a group. A program processes SHARE blocks
-    of channels of one group in turn. AHEAD: load all inputs of the next T steps early, which needs registers; otherwise
-    only those that are not in the cache.
+    """du, ddelta, dz (b, l, d) by strides; dA, dD and dbias in one row (d * n + d + d) per image and segment, to be
+    summed; parts of dB and dC (b, groups * shares, l, 2, n), to be summed over the shares of a group. A program
+    processes SHARE blocks of channels of one group in turn. AHEAD: load all inputs of the next T steps early, which
+    needs registers; otherwise only those that are not in the cache. FETCH: as in the forward; prefetches the inputs of
+    the interval before.
 
     With g the gradient of the state h = a h' + x B, where a = exp(dt A) and x = dt u, and dy that of y = <C, h> + D u:
     dB = g x, dC = h dy, dx = <g, B>, dA = g a h' dt, ddt = <g a h', A> + dx u, du = dx dt + D dy, dh' = a g.
@@ -230,6 +232,7 @@ def scan_backward(
     EVEN_N: tl.constexpr = N == NT * LN
     EVEN_K: tl.constexpr = K % (DT * LD) == 0
     SHARES: tl.constexpr = (BLOCKS + SHARE - 1) // SHARE
+    ROW: tl.constexpr = D * (N + 2)
     TILE_STATES: tl.constexpr = LN * NT * LD * DT
     shares: tl.constexpr = GROUPS * SHARES
     share, part = tl.program_id(0) % shares, tl.program_id(0) // shares
@@ -280,6 +283,14 @@ def scan_backward(
         for back in range(0, intervals):
             interval = first // EVERY + intervals - 1 - back
             count = tl.minimum(EVERY, end - interval * EVERY)
+            if FETCH != "none":
+                early = (interval - 1) * (EVERY * T)
+                fetch_tile(u_ptr, early, where, u_l, u_d, BLOCKS, K, DT, LD, EVERY * T, ORDER, SHARED, FETCH)
+                fetch_tile(delta_ptr, early, where, delta_l, delta_d, BLOCKS, K, DT, LD, EVERY * T, ORDER, False, FETCH)
+                fetch_tile(dout_ptr, early, where, dout_l, dout_d, BLOCKS, K, DT, LD, EVERY * T, ORDER, False, FETCH)
+                if GATE:
+                    fetch_tile(z_ptr, early, where, z_l, z_d, BLOCKS, K, DT, LD, EVERY * T, ORDER, False, FETCH)
+                fetch_states(kept_ptr, tl.maximum(interval - 1, 0), where, GROUPS, BLOCKS, K, N, DT, LD, LN * NT)
             at = (interval * EVERY + count - 1) * T
             next_dout = load_tile(dout_ptr, at, where, dout_l, dout_d, BLOCKS, K, DT, LD, T, ORDER, False)
             next_C = load_states(C_ptr, at, where, C_l, N, LN, NT, T, ORDER)
@@ -405,9 +416,9 @@ def scan_backward(
         if NEED_A:
             if LOG_A:
                 dA *= LN2 * A
-            tl.store(dA_ptr + (image * SEGMENTS + segment) * D * N + matrix, dA, mask=there & real)
+            tl.store(dA_ptr + (image * SEGMENTS + segment) * ROW + matrix, dA, mask=there & real)
         inside = (block % BLOCKS) * (DT * LD) + channel
-        vector = (image * SEGMENTS + segment) * D + group * K + inside
+        vector = (image * SEGMENTS + segment) * ROW + group * K + inside
         if SKIP:
             tl.store(dD_ptr + vector, tl.sum(dD, axis=4, keep_dims=True), mask=inside < K)
         if BIAS:

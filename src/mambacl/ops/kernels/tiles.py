@@ -230,6 +230,26 @@ def fetch_tile(
     if not SHARED:
         channel += group * K
     places = pointer + (zero + channel) * s_d + (zero + token_of(step, where, ORDER)) * s_l
+    fetch(places)
+
+
+@triton.jit
+def fetch_states(
+    pointer, interval, where, GROUPS: tl.constexpr, BLOCKS: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    DT: tl.constexpr, LD: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """Prefetches the kept states of a block before an interval, of (intervals, n, d), like `fetch_tile`."""
+    _, group, block, _, _ = where
+    SECTOR: tl.constexpr = 8
+    zero = tl.program_id(0).to(tl.int64) * 0
+    state = tl.minimum(tl.arange(0, STATES), N - 1)[:, None]
+    inside = (block % BLOCKS) * (DT * LD) + SECTOR * tl.arange(0, (DT * LD + SECTOR - 1) // SECTOR)[None, :]
+    channel = group * K + tl.minimum(inside, K - 1)
+    fetch(pointer + ((zero + interval) * N + state) * (GROUPS * K) + channel)
+
+
+@triton.jit
+def fetch(places):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
     )
