@@ -99,15 +99,14 @@ def scan_ends(
         if GATED:
             next_z = load_tile(z_ptr, at, where, z_l, z_d, BLOCKS, K, DT, LD, T, ORDER, False)
         total += dt
-        dts = columns(dt, T)
         if BACKWARD:
-            xs = columns(x, T)
+            given = columns(paired(dt, x), 2 * T)
             for i in tl.static_range(T - 1, -1, -1):
-                state = tl.exp2(dts[i] * A) * (state + Ms[i] * xs[i])
+                state = tl.exp2(given[i] * A) * (state + Ms[i] * given[T + i])
         else:
-            xs = columns(x * dt, T)
+            given = columns(paired(dt, x * dt), 2 * T)
             for i in tl.static_range(T):
-                state = tl.exp2(dts[i] * A) * state + xs[i] * Ms[i]
+                state = tl.exp2(given[i] * A) * state + given[T + i] * Ms[i]
     place = image * pieces + piece
     inside = (block % BLOCKS) * (DT * LD) + tile_channels(DT, LD)
     tl.store(sums_ptr + place * D + group * K + inside, tl.sum(total, axis=4, keep_dims=True), mask=inside < K)
