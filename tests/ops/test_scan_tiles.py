@@ -124,7 +124,9 @@ def test_blocks_taken_one_after_the_other_are_the_same(monkeypatch: pytest.Monke
 
 
 @kernels
-@pytest.mark.parametrize("plan", [(4, 4, 4, 8, 4), (4, 4, 1, 8, 8), (8, 2, 2, 16, 2), (4, 4, 2, 16, 4, None, 2)])
+@pytest.mark.parametrize(
+    "plan", [(4, 4, 4, 8, 4), (4, 4, 2, 8, 8), (2, 8, 2, 4, 4, 80), (8, 2, 2, 16, 2), (4, 4, 2, 16, 4, None, 2)]
+)
 def test_other_layouts_are_the_same(plan: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan_tiles, "layout", lambda *inputs: scan_tiles.Layout(*plan))
     compare(inputs(b=1, l=21, d=19, n=16))
@@ -134,8 +136,8 @@ def test_every_layout_fills_its_lanes() -> None:
     for n in range(1, 257):
         for recurrences in (1, 10**4, 10**6):
             for backward in (False, True):
-                for full in (False, True):
-                    plan = scan_tiles.layout(n, recurrences, backward, full)
+                for full, wide in ((False, False), (True, False), (True, True)):
+                    plan = scan_tiles.layout(n, recurrences, backward, full, wide)
                     assert plan.lanes_n * plan.lanes_d == 32 * plan.warps
                     assert plan.states * plan.lanes_n >= n
                     assert all(scan_tiles.kept_steps(n, size) % plan.steps == 0 for size in (2, 4))

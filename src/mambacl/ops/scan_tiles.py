@@ -18,19 +18,21 @@ from torch import Tensor
 from mambacl.ops import kernels
 from mambacl.ops.scan_triton import FILLED, Layout, Split, processors, split_time
 
-RESIDENT = {False: 12, True: 8}  # resident warps per multiprocessor: forward, backward
+RESIDENT = {False: 12, True: 8}  # resident warps per multiprocessor without a limit on registers: forward, backward
+REGISTERS = 1 << 16  # per multiprocessor
 # The kernels for a single state: channels per program (one warp), segments per tile, steps per segment, and resident
 # programs of the backward per multiprocessor.
 SINGLE_CHANNELS, SINGLE_SEGMENTS, SINGLE_STEPS, SINGLE_RESIDENT = 4, 8, 8, 16
-FETCH_BACK = False  # whether the backward prefetches
+FETCH_BACK = True  # whether the backward prefetches
 SUMMED = 512  # sums per program of `sum_shares`
 SPREAD = 4  # waves of programs to keep when one program takes several blocks of channels
 
 
 @functools.cache
-def layout(n: int, recurrences: int, backward: bool, full: bool = False) -> Layout:
+def layout(n: int, recurrences: int, backward: bool, full: bool = False, wide: bool = False) -> Layout:
     """Large tiles, which need the fewest exchanges, if enough recurrences fill the GPU; otherwise more programs.
-    `full`: time is contiguous or the kernel applies the gate; both need registers."""
+    `full`: time is contiguous or the kernel applies the gate; both need registers. `wide`: time is contiguous and
+    the inputs are float32, so that long tiles are read fastest."""
     padded = 1 << (n - 1).bit_length()
     if padded == 1:
         return Layout(1, 1, 1, 32, 8)
@@ -42,6 +44,10 @@ def layout(n: int, recurrences: int, backward: bool, full: bool = False) -> Layo
     programs = FILLED * (2 if backward else 1)
     while channels > fewest and recurrences < programs * channels * lanes_d:
         channels //= 2
+    if full and padded == 16 and not backward:
+        if recurrences < programs * channels * lanes_d:  # narrow tiles with few registers: many programs at once
+            return Layout(2, 8, channels, 4, 4, registers=80)
+        return Layout(states, lanes_n, channels, lanes_d, 8 if wide else 4)
     warps = 2 if backward and full and recurrences >= 2 * programs * channels * lanes_d else 1
     return Layout(states, lanes_n, channels, lanes_d * warps, 4, warps=warps)
 
@@ -249,8 +255,9 @@ class _Call:
         self.single = _single(self.u, self.delta, z, A.shape[1], order)
         if self.single:
             self.B, self.C = (_time_contiguous(M) for M in (self.B, self.C))
-        full = z is not None or self.delta.stride(1) == 1
-        self.plan = layout(A.shape[1], u.shape[0] * A.shape[0], backward, full)
+        time_contiguous = self.delta.stride(1) == 1
+        full, wide = z is not None or time_contiguous, time_contiguous and u.element_size() == 4
+        self.plan = layout(A.shape[1], u.shape[0] * A.shape[0], backward, full, wide)
         groups, channels = B.shape[2], A.shape[0] // B.shape[2]
         self.blocks = groups * -(-channels // self.plan.block)  # no block crosses a group boundary
         self.split = _split(u, self.blocks, A.shape[1], self.plan, backward)
@@ -288,7 +295,8 @@ class _Call:
 
 
 def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) -> Split:
-    room = RESIDENT[backward] * processors(u.device)
+    resident = REGISTERS // (32 * plan.registers) if plan.registers else RESIDENT[backward]
+    room = resident * processors(u.device)
     return split_time(u.shape[1], blocks * len(u), room, plan, kept_steps(states, u.element_size()))
 
 
