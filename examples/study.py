@@ -108,7 +108,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "shared adapters": RATES,
     "EASE": RATES,
     "all classes at once, softmax": RATES,
-    **{row: {"training.head_lr": [3e-3, 1e-2, 3e-2]} for row in STUDY["heads"]},
+    **{row: {"training.head_lr": [1e-3, 3e-3, 1e-2]} for row in STUDY["heads"]},
 }
 # row -> the row whose choice it takes
 SAME = {"all classes at once, softmax, mirror images at test": "all classes at once, softmax"}
