@@ -42,3 +42,25 @@ class ModelParameters:
             raise KeyError(*sorted(differing)[:1])
         for name, parameter in self.parameters.items():
             parameter.copy_(state[f"model.{name}"])
+
+
+class AddedModules:
+    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`."""
+
+    prefix = "prompts."
+
+    def __init__(self, model: nn.Module, **modules: nn.Module) -> None:
+        """The modules go to the model's device and precision."""
+        like = next(model.parameters())
+        self.modules = nn.ModuleDict(modules).to(like.device, like.dtype)
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(self.prefix + name, parameter) for name, parameter in self.modules.named_parameters()]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {self.prefix + name: tensor for name, tensor in self.modules.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if other := [name for name in state if not name.startswith(self.prefix)]:
+            raise KeyError(other[0])
+        self.modules.load_state_dict({name.removeprefix(self.prefix): tensor for name, tensor in state.items()})
