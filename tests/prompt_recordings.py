@@ -1,4 +1,4 @@
-"""Recordings of public prompt-based code (tests/goldens/prompts): their ViT, their batches, and a replay of their steps.
+"""Recordings of public prompt-based code (tests/goldens/prompts): their ViT, their batches, a replay of their steps.
 
     recording = Recording("l2p")
     method = METHODS.get("l2p")(recording.model(), Setup(options=...))
@@ -32,6 +32,7 @@ class Recording:
             self.config = json.loads(file.metadata()["configuration"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         self.tensors = {key: t.double() if t.is_floating_point() else t for key, t in tensors.items()}
+        self.compared: set[str] = set()
         self.classes: int = self.config["classes_per_task"]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -66,6 +67,7 @@ class Recording:
 
     def near(self, name: str, found: Tensor, tolerance: float) -> None:
         stored = self[name]
+        self.compared.add(name)
         assert found.shape == stored.shape, f"{name}: {tuple(found.shape)} is not {tuple(stored.shape)}"
         error = (found.detach() - stored).abs().max() / max(float(stored.abs().max()), 1e-3)
         assert error <= tolerance, f"{name}: {float(error):.1e}"
@@ -95,7 +97,7 @@ def replay(
     optimizer: Callable[[Method, float], torch.optim.Optimizer] = adam,
     started: Callable[[int], None] = lambda task: None,
 ) -> None:  # fmt: skip
-    """Trains all recorded tasks. `started` is called when a task has started: it sets what the recording drew at random.
+    """Trains all recorded tasks. `started` is called when a task has started: it sets what was drawn at random.
     The head of a task starts from its rows of the recorded head."""
     classes, steps = recording.classes, recording.config["steps"]
     for task in range(recording.config["tasks_run"]):
@@ -135,6 +137,8 @@ def replay(
         stored = f"task{task}.end.test_logits"
         recording.tensors[stored] = recording[stored][:, : rows.stop]  # some recordings also score classes to come
         recording.near(stored, found, LATER)
+    recorded = {name for name in recording.tensors if ".grad." in name or name.endswith((".total", "test_logits"))}
+    assert recorded <= recording.compared, f"not compared: {sorted(recorded - recording.compared)[:5]}"
 
 
 def compare(

@@ -1,6 +1,5 @@
 """L2P, DualPrompt and CODA-Prompt give the numbers that were recorded from public code."""
 
-import pytest
 import torch
 from prompt_recordings import FIRST, Place, Recording, as_coda, replay
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import CONFIG
+from small_run import CONFIG, backbone_for
 from tolerance import assert_counts_alike
 from training_help import assert_same_run, final_parameters, interrupted_after
 
@@ -135,7 +135,7 @@ def test_every_method_trains_resumes_and_evaluates(method: str, classifier: str,
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     answers = METHODS.get(method).own_classifier if classifier == "auto" else classifier
     options = {"width": 100} if answers == "ridge" else {}
-    chosen = {"method": method, "classifier": classifier, "classifier_options": options}
+    chosen = {"method": method, "classifier": classifier, "classifier_options": options, **backbone_for(method)}
     train(whole, **chosen)
     with interrupted_after(7 if METHODS.get(method).trains else 2):
         train(broken, **chosen)

@@ -27,6 +27,7 @@ from mambacl.nullspace import Setting
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
+from mambacl.tuning.passes import with_attention
 
 CLASSIFIER = "classifier/"  # prefix of a classifier's tensors in a task's state
 START = "start/"  # prefix of the trained parameters in a task's state: the next task starts from them
@@ -94,6 +95,8 @@ class Method:
     """depths of the features for a classifier that is computed from them, unless the configuration names others"""
     trains: ClassVar[bool] = True
     """whether anything trains; if not, tasks have no epochs"""
+    needs_attention: ClassVar[bool] = False
+    """whether it changes attention, so that it needs a vit backbone"""
     recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
 
@@ -103,6 +106,8 @@ class Method:
         self.device = next(model.parameters()).device
         self.known_tasks = int(setup.known_classifier is not None)  # tasks in which nothing trains
         self.options = build_config(self.options_class, setup.options, self.name)
+        if self.needs_attention:
+            with_attention(model, self.name)
         self.tuning = self.make_tuning()
         depths = setup.features.depths
         self.reader = FeatureReader(model, self.own_depths if depths == "auto" else depths, setup.features.pool)

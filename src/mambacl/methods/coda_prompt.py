@@ -41,6 +41,7 @@ class CodaPrompt(Method):
     name = "coda-prompt"
     summary = "prefix prompts as weighted sums of components, with new ones per task (CODA-Prompt)"
     options_class: ClassVar[type] = CodaPromptOptions
+    needs_attention: ClassVar[bool] = True
 
     def make_tuning(self) -> Tuning:
         options: CodaPromptOptions = self.options

@@ -1,4 +1,4 @@
-"""DualPrompt (Wang et al., ECCV 2022): prompts shared by all tasks in the first blocks, prompts of each task after them.
+"""DualPrompt (Wang et al., ECCV 2022): prompts shared by all tasks in the first blocks, one task's prompts after them.
 
 Both stand in front of keys and values. In training an image gets its task's prompts; at test those whose key is nearest
 to its query, the feature of the fixed model without prompts. Two forward passes per image.
@@ -51,6 +51,7 @@ class DualPrompt(Method):
     name = "dualprompt"
     summary = "prefix prompts, shared and per task, selected by keys (DualPrompt)"
     options_class: ClassVar[type] = DualPromptOptions
+    needs_attention: ClassVar[bool] = True
 
     def make_tuning(self) -> Tuning:
         options: DualPromptOptions = self.options

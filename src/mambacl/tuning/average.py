@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def averaged_copy(module: nn.Module) -> nn.Module:
@@ -15,5 +15,6 @@ def averaged_copy(module: nn.Module) -> nn.Module:
 def follow(average: nn.Module, module: nn.Module, decay: float) -> None:
     """average <- decay * average + (1 - decay) * module, for all parameters. To call it after every step, register it
     with `optimizer.register_step_post_hook` in `Method.wrap`; a recorded step then has it too."""
-    own, other = list(average.parameters()), list(module.parameters())
+    own: list[Tensor] = list(average.parameters())
+    other: list[Tensor] = list(module.parameters())
     torch._foreach_lerp_(own, other, 1 - decay)

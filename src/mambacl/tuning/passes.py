@@ -25,6 +25,8 @@ from mambacl.backbones.layers import Backbone
 from mambacl.backbones.vit import ViT
 from mambacl.errors import UserError
 
+MOST = 4  # prompt tokens per token of the model
+
 Norm: TypeAlias = Callable[[Tensor], Tensor]
 Branch: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -146,8 +148,8 @@ def with_attention(model: nn.Module, user: str) -> ViT:
     """The model, if its blocks have attention. `user`: the name of a method, for the message."""
     if not isinstance(model, ViT):
         raise UserError(
-            f"The method '{user}' puts prompts in front of the keys and values of attention, which "
-            f"{type(model).__name__} does not have: use a vit backbone, such as --backbone vit_nano."
+            f"The method '{user}' changes attention, e.g. by prompts in front of keys and values, and "
+            f"{type(model).__name__} has none that it knows: use a vit backbone, such as --backbone vit_nano."
         )
     return model
 
@@ -161,12 +163,14 @@ def checked_blocks(model: nn.Module, blocks: Sequence[int], option: str) -> list
 
 
 def check_length(model: nn.Module, length: int, option: str) -> None:
-    """Refuses more prompt tokens than the model has tokens of its own: they would outweigh the image."""
+    """Refuses prompts that outnumber the model's own tokens several times: most of its work would go into them."""
     backbone = with_class_token(model)
     (patches,) = {info["reduction"] for info in backbone.feature_info}
     own = (backbone.default_cfg["input_size"][-1] // patches) ** 2 + 1  # type: ignore[index]
-    if not 1 <= length <= own:
-        raise UserError(f"{option}: {length} prompt tokens do not fit a model of {own} tokens: choose 1 to {own}.")
+    if not 1 <= length <= MOST * own:
+        raise UserError(
+            f"{option}: {length} prompt tokens are too many for a model of {own} tokens: choose 1 to {MOST * own}."
+        )
 
 
 # One block
@@ -174,7 +178,7 @@ def check_length(model: nn.Module, length: int, option: str) -> None:
 
 def _changed(model: Backbone, index: int, x: Tensor, class_at: int, change: Change) -> tuple[Tensor, int]:
     tokens, before = change.tokens, class_at
-    cut = _uncut
+    cut: Callable[[Tensor], Tensor] = _uncut
     if tokens is not None:
         x, class_at, cut = _joined(x, class_at, tokens)
     if change.only_tokens:
