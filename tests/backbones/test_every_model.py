@@ -264,7 +264,7 @@ def test_every_size_is_built_and_counted_on_the_meta_device(name):
     with torch.device("meta"):
         model = create_model(name).eval()
     flops, scan = count_flops(model, model.default_cfg["input_size"][-1])
-    assert flops > scan > 0
+    assert flops > scan and (scan > 0) != name.startswith("vit")
 
 
 def test_operations_by_hand():

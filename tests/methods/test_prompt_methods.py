@@ -1,9 +1,14 @@
 """L2P, DualPrompt and CODA-Prompt give the numbers that were recorded from public code."""
 
+import pytest
 import torch
 from prompt_recordings import FIRST, Place, Recording, as_coda, replay
+from small_run import VIT
 
-from mambacl.methods import METHODS, Setup
+from mambacl.backbones import create_model
+from mambacl.errors import UserError
+from mambacl.features import FeatureOptions
+from mambacl.methods import METHODS, Setup, Task
 from mambacl.tuning.query import frozen_query
 
 
@@ -136,3 +141,85 @@ def test_coda_prompt():
                 recording.near(f"task0.step1.block{block}.weights", pool.weights(block, query), FIRST)
 
     replay(recording, method, places, schedule=as_coda, started=started)
+
+
+# Mistakes, and other backbones
+
+
+def tiny(family="vit", **options):
+    sizes = VIT["backbone_options"] if family == "vit" else {"embed_dim": 16, "depth": 2}
+    return create_model(family, num_classes=0, pretrained=False, **{**sizes, **options})
+
+
+@pytest.mark.parametrize(
+    "name, options, tasks, words",
+    [
+        ("dualprompt", {"pool": 3}, 4, r"a pool of 3 is too small for 4 tasks: set options\.pool to 4 or more"),
+        ("coda-prompt", {"pool": 3}, 4, r"a pool of 3 components is too small for 4 tasks: set options\.pool to 4"),
+        ("l2p", {"pool": 3}, 4, r"options\.top_k \(4\) is more than options\.pool \(3\)"),
+        ("l2p", {"length": 100}, 0, r"400 prompt tokens are too many for a model of 17 tokens: choose 1 to 68"),
+        ("dualprompt", {"task_length": 69}, 0, r"options\.task_length: 69 prompt tokens are too many"),
+        ("coda-prompt", {"length": 140}, 0, r"half of options\.length: 70 prompt tokens are too many"),
+        ("coda-prompt", {"length": 7}, 0, "length must be even"),
+        (
+            "coda-prompt",
+            {"blocks": [0, 6]},
+            0,
+            r"options\.blocks = \[0, 6\] must list some of the model's blocks, 0 to 5",
+        ),
+        ("dualprompt", {"task_blocks": [1, 2]}, 0, r"block 1 is in options\.shared_blocks and options\.task_blocks"),
+        ("l2p", {"variant": "jax"}, 0, "paper"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(name, options, tasks, words):
+    with pytest.raises(UserError, match=words):
+        METHODS.get(name)(tiny(), Setup(options=options, tasks=tasks))
+
+
+@pytest.mark.parametrize("name", ["dualprompt", "coda-prompt"])
+def test_prefixes_need_attention(name):
+    with pytest.raises(UserError, match=f"'{name}' changes attention.*Vim has none.*use a vit backbone"):
+        METHODS.get(name)(tiny("vim_nano"), Setup())
+
+
+def test_a_full_pool_takes_no_further_task():
+    for name, words in (("dualprompt", "room for 1 tasks"), ("coda-prompt", "pool of 1 components is full")):
+        method = METHODS.get(name)(tiny(), Setup(options={"pool": 1}, tasks=1))
+        method.start_task(Task(0, 2, 0, seed=0))
+        with pytest.raises(UserError, match=words):
+            method.start_task(Task(1, 2, 2, seed=1))
+
+
+def test_other_depths_are_refused():
+    setup = Setup(classifier="lda", features=FeatureOptions(depths="all"))
+    with pytest.raises(UserError, match=r"'l2p' changes the final feature.*set features\.depths to final"):
+        METHODS.get("l2p")(tiny(), setup)
+
+
+@pytest.mark.parametrize("family", ["vim_nano", "defocus_mamba_nano"])
+def test_l2p_on_a_mamba_backbone(family):
+    """Its prompts train, and the head sees the class token."""
+    options = {"mamba": {"intermediate_size": 64, "time_step_rank": 4}} if "defocus" in family else {}
+    method = METHODS.get("l2p")(tiny(family, **options), Setup(options={"length": 2, "top_k": 2}))
+    method.start_task(Task(0, 3, 0, seed=0))
+    loss, _ = method.loss(torch.randn(3, 3, 32, 32), torch.arange(3))
+    loss.backward()
+    assert method.pool.values.grad.any() and method.pool.keys.grad.any()
+    with pytest.raises(UserError, match="'prompts' needs a vit backbone"):
+        METHODS.get("l2p")(method.model, Setup(options={"head_on": "prompts"}))
+
+
+@pytest.mark.parametrize("variant", ["paper", "coda"])
+def test_at_test_dualprompt_selects_by_key(variant):
+    method = METHODS.get("dualprompt")(tiny(), Setup(options={"variant": variant, "pool": 2}))
+    for task in range(2):
+        method.start_task(Task(task, 2, 2 * task, seed=task))
+    images = torch.randn(2, 3, 16, 16)
+    query = frozen_query(method.model, images)
+    with torch.no_grad():
+        for pool in method.pools:
+            pool.values[1] += 1.0
+            pool.keys.copy_(query)  # the first image selects the first task's prompts, the second the second's
+        found, of_tasks = method.features(images), [method.prompted(images, task)[0] for task in range(2)]
+    assert torch.allclose(found[0], of_tasks[0][0]) and torch.allclose(found[1], of_tasks[1][1])
+    assert not torch.allclose(found[1], of_tasks[0][1])
