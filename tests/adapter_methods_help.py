@@ -1,4 +1,4 @@
-"""Models of all four families, a task that can be learned, and a short training, for the methods with adapters."""
+"""Models of all families, a task that can be learned, and a short training, for the methods with adapters."""
 
 from collections.abc import Iterable
 
@@ -13,9 +13,10 @@ SIZES = {
     "vim_nano": {"embed_dim": 32, "depth": 2},
     "vmamba_nano": {"depths": (1, 1), "dims": 16},
     "mambavision_nano": {"depths": (1, 1, 2, 2)},
+    "vit_nano": {"embed_dim": 32, "depth": 2, "num_heads": 2},
 }
 FAMILIES = list(SIZES)
-BLOCKS = {"defocus_mamba_nano": 2, "vim_nano": 2, "vmamba_nano": 2, "mambavision_nano": 4}
+BLOCKS = {"defocus_mamba_nano": 2, "vim_nano": 2, "vmamba_nano": 2, "mambavision_nano": 4, "vit_nano": 2}
 
 
 def small(family: str) -> nn.Module:

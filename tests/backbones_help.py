@@ -64,6 +64,7 @@ DEPTHS = {  # a small model of each family, with several depths
     "vim_nano": {"embed_dim": 16, "depth": 4},
     "vmamba_nano": {"depths": (1, 2, 1), "dims": 8},
     "mambavision_nano": {"depths": (1, 1, 2, 2), "dim": 8, "num_heads": (1, 1, 2, 2)},
+    "vit_nano": {"embed_dim": 16, "depth": 4, "num_heads": 2},
 }
 
 
@@ -105,9 +106,9 @@ def split_plainly(model, output, rows, columns):
         return None, output if hasattr(model, "levels") else output.permute(0, 3, 1, 2)
     tokens = list(output.unbind(1))
     has_token = getattr(model, "cls_token", None) is not None
-    place = len(tokens) - 1 if hasattr(model, "blocks") else (len(tokens) - 1) // 2
-    class_token = tokens.pop(place) if has_token else None
-    regions = model.patch_embed.regions
+    places = {"ViT": 0, "DefocusMamba": len(tokens) - 1, "Vim": (len(tokens) - 1) // 2}
+    class_token = tokens.pop(places[type(model).__name__]) if has_token else None
+    regions = getattr(model.patch_embed, "regions", 1)
     image = output.new_empty(len(output), output.shape[2], rows, columns)
     high, wide = rows // regions, columns // regions
     places = [

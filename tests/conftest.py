@@ -15,8 +15,10 @@ if not torch.cuda.is_available():  # Triton's interpreter then runs the kernels;
 
 from data_help import fewer_test_images
 from kernels_help import kernels_run
+from small_run import VIT
 
 from mambacl.backbones import create_model
+from mambacl.methods import METHODS
 
 # One thread unless asked for: pytest runs two processes on two cores.
 torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))
@@ -88,6 +90,24 @@ def tiny_model() -> Callable[..., nn.Module]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "proj.weight" in name:  # well above the small values that training starts from
+                    parameter.normal_(std=0.3)
+        return model.eval()
+
+    return build
+
+
+@pytest.fixture
+def tiny_model_for(tiny_model: Callable[..., nn.Module]) -> Callable[[str], nn.Module]:
+    """A tiny model that a method can train: a ViT if it changes attention, else the De-focus Mamba above."""
+
+    def build(method: str) -> nn.Module:
+        if not METHODS.get(method).needs_attention:
+            return tiny_model()
+        torch.manual_seed(0)
+        model = create_model("vit", num_classes=0, **VIT["backbone_options"])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
                     parameter.normal_(std=0.3)
         return model.eval()
 

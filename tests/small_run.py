@@ -35,6 +35,19 @@ CONFIG: dict[str, Any] = {
     "training": {"passes": 3, "batch_size": 8, "lr": 5e-3, "head_lr": 5e-2, "decay_after": [2]},
 }
 
+VIT: dict[str, Any] = {  # in place of its backbone, for methods that change attention
+    "backbone": "vit",
+    "backbone_options": {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 6, "num_heads": 2},
+}
+
+
+def backbone_for(method: str) -> dict[str, Any]:
+    """What to change in the run for a method."""
+    from mambacl.methods import METHODS
+
+    return {**VIT, "pretrained": False} if METHODS.get(method).needs_attention else {}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("MAMBACL_TEST_THREADS", "1")))
     import mambacl

@@ -28,6 +28,7 @@ SHRUNK = {
     "vim": {"depth": 1, "img_size": 32},
     "vmamba": {"depths": [1, 1, 1], "dims": 16, "imgsize": 32},
     "mambavision": {"depths": (1, 1, 2, 1), "dim": 16, "resolution": 32, "num_heads": (1, 1, 2, 4)},
+    "vit": {"depth": 1, "img_size": 32},
 }
 
 
@@ -43,7 +44,7 @@ def nano(request):
 
 def test_there_is_a_nano_twin_of_every_family():
     families = {MODELS.get(name).build for name in list_models()}
-    assert {MODELS.get(name).build for name in NANO} == families and len(families) == 4
+    assert {MODELS.get(name).build for name in NANO} == families and len(families) == 5
 
 
 def test_forward_and_backward(nano):
@@ -140,9 +141,10 @@ def test_a_missing_tensor_of_the_backbone_is_an_error_and_another_head_is_not(na
     write_tensors(tmp_path / "whole.safetensors", state, {})
     other = create_model(nano_name(nano), num_classes=9)
     assert any("head" in name for name in load_weights(other, tmp_path / "whole.safetensors").missing)
-    state.pop(next(name for name in state if "A_log" in name))
+    lost = next(name for name in state if name.endswith(("A_log", "A_logs", "qkv.weight")))
+    state.pop(lost)
     write_tensors(tmp_path / "part.safetensors", state, {})
-    with pytest.raises(UserError, match=r"lacks .*A_log"):
+    with pytest.raises(UserError, match=f"lacks .*{lost}"):
         load_weights(other, tmp_path / "part.safetensors")
 
 
@@ -204,7 +206,7 @@ def test_it_compiles_without_a_break(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NANO)
+@pytest.mark.parametrize("name", [name for name in NANO if name != "vit_nano"])  # which has no selective SSM
 @pytest.mark.usefixtures("few_test_images")
 def test_two_tasks_of_mamba_cl(name, tmp_path, capsys):
     """As typed: `mambacl train demo --method mamba-cl --backbone vim_nano`, on few images."""
@@ -262,7 +264,7 @@ def test_every_size_is_built_and_counted_on_the_meta_device(name):
     with torch.device("meta"):
         model = create_model(name).eval()
     flops, scan = count_flops(model, model.default_cfg["input_size"][-1])
-    assert flops > scan > 0
+    assert flops > scan and (scan > 0) != name.startswith("vit")
 
 
 def test_operations_by_hand():

@@ -80,7 +80,7 @@ def test_every_file_of_the_package_is_registered_once():
 
 @pytest.mark.parametrize("name, tag", TAGS)
 def test_a_tag_is_a_word(name, tag):
-    assert re.fullmatch(r"[a-z0-9-]+", tag) and tag not in ("true", "false")
+    assert re.fullmatch(r"[a-z0-9_-]+", tag) and tag not in ("true", "false")
 
 
 def test_the_first_weights_are_the_default_and_others_have_a_tag():

@@ -13,7 +13,7 @@ from domains_help import CLASSES, DOMAINS, make_domains, write_manifest
 from PIL import Image
 from reports_help import make_run
 from safetensors.torch import load_file
-from small_run import CONFIG
+from small_run import CONFIG, backbone_for
 from tolerance import assert_counts_alike
 from training_help import assert_same_run, interrupted_after
 
@@ -289,7 +289,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS.names())
 def test_a_run_over_domains_resumes_as_if_uninterrupted(method: str, places: Path, tmp_path: Path) -> None:
-    config, trains = run_config(places), METHODS.get(method).trains
+    config, trains = {**run_config(places), **backbone_for(method)}, METHODS.get(method).trains
     config |= {} if trains else {"classifier_options": {"width": 100}}
     whole = mambacl.train(config, method=method, out=str(tmp_path / "whole"))
     assert whole.results["scenario"] == "domain" and whole.results["domains"] == list(DOMAINS)

@@ -21,8 +21,8 @@ COMPUTED = [name for name in CLASSIFIERS.names() if not CLASSIFIERS.get(name).tr
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_the_contract(name: str, tiny_model: Callable[..., nn.Module]) -> None:
-    method = METHODS.get(name)(tiny_model(), Setup())
+def test_the_contract(name: str, tiny_model_for: Callable[[str], nn.Module]) -> None:
+    method = METHODS.get(name)(tiny_model_for(name), Setup())
     assert method.name == name and method.summary
     images, labels = torch.randn(4, 3, 16, 16), torch.tensor([2, 3, 4, 2])
     method.start_task(Task(0, classes=2, first_label=0, seed=0))
@@ -36,7 +36,7 @@ def test_the_contract(name: str, tiny_model: Callable[..., nn.Module]) -> None:
     assert method.predict(images).shape == (4, 5)
 
     state = {key: value.clone() for key, value in method.state_dict().items()}
-    other = METHODS.get(name)(tiny_model(), Setup())
+    other = METHODS.get(name)(tiny_model_for(name), Setup())
     other.load_state_dict(state)
     torch.testing.assert_close(other.predict(images), method.predict(images), rtol=0, atol=0)
 
@@ -78,9 +78,9 @@ def test_analytic_takes_no_classifier_that_trains(classifier: str, tiny_model: C
 
 
 @pytest.mark.parametrize("name", METHODS.names())
-def test_predictions_do_not_depend_on_the_batch(name: str, tiny_model: Callable[..., nn.Module]) -> None:
+def test_predictions_do_not_depend_on_the_batch(name: str, tiny_model_for: Callable[[str], nn.Module]) -> None:
     options = SMALL.get(METHODS.get(name).own_classifier, {})
-    method = METHODS.get(name)(tiny_model(), Setup(classifier_options=options))
+    method = METHODS.get(name)(tiny_model_for(name), Setup(classifier_options=options))
     method.start_task(Task(0, classes=5, first_label=0, seed=0))
     images = torch.randn(6, 3, 16, 16)
     if method.classifier.updates:
@@ -114,11 +114,13 @@ def combinations() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name, classifier", combinations())
-def test_every_method_with_every_classifier(name: str, classifier: str, tiny_model: Callable[..., nn.Module]) -> None:
+def test_every_method_with_every_classifier(
+    name: str, classifier: str, tiny_model_for: Callable[[str], nn.Module]
+) -> None:
     """Two tasks; the answers are the classifier's, and a state taken up in the middle of a task gives the same."""
     images, labels = torch.randn(10, 3, 16, 16), torch.arange(10) % 5
     setup = Setup(classifier=classifier, classifier_options=SMALL.get(classifier, {}))
-    method, other = (METHODS.get(name)(tiny_model(), setup) for _ in range(2))
+    method, other = (METHODS.get(name)(tiny_model_for(name), setup) for _ in range(2))
     for task, classes in enumerate((2, 3)):
         method.start_task(Task(task, classes, first_label=2 * task, seed=task))
         chosen = labels < 2 if task == 0 else labels >= 2
@@ -142,7 +144,9 @@ def test_every_method_with_every_classifier(name: str, classifier: str, tiny_mod
                 one.fit_classifier([(images[chosen], labels[chosen])])
     assert method.classifier.name == classifier and method.heads.trains
     assert torch.equal(other.predict(images), method.predict(images))
+    prompted = type(method).features is not Method.features
     seen = method.reader(images) if method.reader.indices else method.model(images)
+    seen = method.features(images) if prompted else seen
     assert torch.equal(method.predict(images), method.classifier.scores(seen))
     if classifier == "nearest-mean":
         assert method.classifier.counts.tolist() == [2] * 5

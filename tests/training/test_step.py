@@ -244,3 +244,19 @@ def test_results_written_late_are_those_of_their_time(tmp_path: Path, monkeypatc
     assert len(found) > 2
     for results in found:
         assert results["metrics"] == all_metrics(results["correct"], results["total"])
+
+
+def test_a_gradient_is_clipped() -> None:
+    """Over all parameters together: a step of plain SGD is the direction of the gradient, as long as `clip` allows."""
+    moved = []
+    for clip in (0.0, 1e-3):
+        toy = Toy()
+        optimizer = torch.optim.SGD([{"params": list(toy.layer.parameters()), "lr": 1.0, "base_lr": 1.0}])
+        before = [p.detach().clone() for p in toy.layer.parameters()]
+        TrainingStep(toy, optimizer, torch.device("cpu"), False, False, clip=clip)(*batches()[0], 1.0)
+        moved.append(
+            torch.cat([(p.detach() - q).flatten() for p, q in zip(toy.layer.parameters(), before, strict=True)])
+        )
+    free, clipped = moved
+    assert free.norm() > 1e-2 and abs(float(clipped.norm()) - 1e-3) < 1e-6
+    assert torch.nn.functional.cosine_similarity(free, clipped, dim=0) > 1 - 1e-4

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import CONFIG
+from small_run import CONFIG, backbone_for
 from tolerance import assert_counts_alike
 from training_help import assert_same_run, final_parameters, interrupted_after
 
@@ -135,7 +136,7 @@ def test_every_method_trains_resumes_and_evaluates(method: str, classifier: str,
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     answers = METHODS.get(method).own_classifier if classifier == "auto" else classifier
     options = {"width": 100} if answers == "ridge" else {}
-    chosen = {"method": method, "classifier": classifier, "classifier_options": options}
+    chosen = {"method": method, "classifier": classifier, "classifier_options": options, **backbone_for(method)}
     train(whole, **chosen)
     with interrupted_after(7 if METHODS.get(method).trains else 2):
         train(broken, **chosen)
@@ -448,6 +449,13 @@ def test_other_schedules() -> None:
     cosine = Recipe(passes=10, schedule="cosine")
     assert [cosine.lr_factor(p) for p in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
     assert Recipe(schedule="constant").lr_factor(49) == 1.0
+    by_epoch = Recipe(passes=10, passes_per_epoch=5, schedule="epoch-cosine")
+    assert [by_epoch.lr_factor(p) for p in (0, 4, 5)] == pytest.approx([1.0, 1.0, 0.5])
+    coda = Recipe(passes=20, schedule="coda-cosine")  # one epoch late: full for two, then to a tenth
+    factors = [coda.lr_factor(p) for p in range(20)]
+    assert factors[:2] == [1.0, 1.0] and factors[2] == pytest.approx(math.cos(0.495 * math.pi / 19))
+    assert factors[-1] == pytest.approx(math.cos(0.495 * math.pi * 18 / 19)) and 0.09 < factors[-1] < 0.11
+    assert Recipe(passes=1, schedule="coda-cosine").lr_factor(0) == 1.0
 
 
 def test_wrong_recipes() -> None:

@@ -232,6 +232,9 @@ class DefocusMamba(Backbone):
     def run_depth(self, index: int, x: Tensor) -> Tensor:
         return run_blocks([self.blocks[index]], x, self.grad_checkpointing)
 
+    def class_index(self, length: int) -> int | None:
+        return None if self.cls_token is None else length - 1
+
     def final_norm(self, x: Tensor) -> Tensor:
         return self.norm(x)
 

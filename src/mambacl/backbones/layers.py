@@ -176,6 +176,10 @@ class Backbone(nn.Module):
         """Splits the output of a depth into the class token (b, 1, c), if the model has one, and a map (b, h, w, c)."""
         raise NotImplementedError
 
+    def class_index(self, length: int) -> int | None:
+        """Where the class token is among `length` tokens; None if the model has none."""
+        return None
+
     def run_depths(
         self, images: Tensor, indices: Sequence[int], take: Callable[[int, Tensor], T], stop_early: bool = False
     ) -> tuple[Tensor, list[T]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -40,9 +40,42 @@ def create_model(
 def load_pretrained(model: nn.Module, name: str, pretrained: bool | str | Path) -> None:
     """Loads this model's default weights (True), others by tag or from a file (a path), or none (False)."""
     if pretrained is not False:
-        path = weights_file(MODELS.get(name), pretrained)
+        entry = MODELS.get(name)
+        path = weights_file(entry, pretrained)
+        if (tag := known_tag(entry, pretrained)) is not None:
+            _check_kind(entry, tag, path)
         account, licence = load_weights(model, path), _licences().get(path.name)
         logger.info("%s%s", account, f" Licence: {licence}." if licence else "")
+
+
+def known_tag(entry: ModelEntry, pretrained: bool | str | Path) -> str | None:
+    """The tag of a model's weights that this means: the default (True), a tag, or the full name that timm gives it.
+    None for a path, and for what the model does not have."""
+    if pretrained is True:
+        return next(iter(entry.weights), None)
+    return next((t for t, weights in entry.weights.items() if pretrained in (t, weights.full_name)), None)
+
+
+def _check_kind(entry: ModelEntry, tag: str, path: Path) -> None:
+    """Refuses a file under the name of weights that it cannot be: its classifier has other classes."""
+    expected = entry.weights[tag].classes
+    if expected is None:
+        return
+    found = _classes_of(path)
+    if found != expected:
+        raise UserError(
+            f"{path} is not {tag}: its classifier has {found} classes, and that of {tag} has {expected}. These are "
+            "weights of another kind: remove the file, or give its path as pretrained if you mean to use it."
+        )
+
+
+def _classes_of(path: Path) -> int:
+    """Rows of the linear classifier in a safetensors file of timm's; 0 if it has none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_slice("head.weight").get_shape()[0] if "head.weight" in file.keys() else 0  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file, or is damaged ({error}): download it again.") from None
 
 
 def _licences() -> dict[str, str]:
@@ -214,14 +247,16 @@ def cache_folder() -> Path:
 def weights_file(entry: ModelEntry, pretrained: bool | str | Path = True) -> Path:
     """The file with a model's default weights (True) or others by tag, downloaded at the first call unless it is part
     of the package. A path is returned unchanged."""
-    if isinstance(pretrained, Path) or (isinstance(pretrained, str) and not is_word(pretrained)):
+    tag = known_tag(entry, pretrained)
+    if tag is None and (isinstance(pretrained, Path) or (isinstance(pretrained, str) and not is_word(pretrained))):
         return Path(pretrained)
-    tag = pretrained if isinstance(pretrained, str) else next(iter(entry.weights), None)
-    if tag is None:
+    if tag is None and not isinstance(pretrained, str):
         raise UserError(f"There are no public weights for '{entry.name}'; give the path of your own as pretrained.")
-    if tag not in entry.weights:
+    if tag is None:
         known = f"its weights are {', '.join(entry.weights)}" if entry.weights else "it has no public weights"
-        raise UserError(f"'{entry.name}' has no weights '{tag}': {known}; for a file, give its path, such as ./{tag}.")
+        raise UserError(
+            f"'{entry.name}' has no weights '{pretrained}': {known}; for a file, give its path, such as ./{pretrained}."
+        )
     weights = entry.weights[tag]
     if weights.packaged:
         return Path(str(files("mambacl.backbones") / "weights" / weights.packaged))

@@ -19,10 +19,13 @@ class PublicWeights:
     licence: str = ""
     data: str = "ImageNet-1k"  # whose classes the classifier knows
     top1: float | None = None  # per cent, on the validation images of `data`, as published
+    saved_as: str = ""  # if the end of the URL does not tell files apart
+    full_name: str = ""  # in timm's words, "vit_base_patch16_224.augreg_in21k"; also accepted in place of the tag
+    classes: int | None = None  # of the file's classifier, which tells kinds of weights apart; 0: the file has none
 
     @property
     def file(self) -> str:
-        return self.packaged or self.url.rpartition("/")[2]
+        return self.packaged or self.saved_as or self.url.rpartition("/")[2]
 
 
 def packaged(file: str, top1: float) -> PublicWeights:
@@ -37,7 +40,7 @@ class ModelEntry:
     config_class: type
     config: Mapping[str, Any]  # values that differ from the class's defaults
     weights: Mapping[str, PublicWeights] = field(default_factory=dict)
-    """by tag, a word of letters, digits and hyphens; the first is the default"""
+    """by tag, a word of letters, digits, hyphens and underscores; the first is the default"""
 
 
 MODELS: Registry[ModelEntry] = Registry("model", "mambacl.backbones")

@@ -247,6 +247,9 @@ class Vim(Backbone):
     def run_depth(self, index: int, x: Tensor) -> Tensor:
         return run_blocks([self.layers[index]], x, self.grad_checkpointing)
 
+    def class_index(self, length: int) -> int:
+        return (length - 1) // 2
+
     def final_norm(self, x: Tensor) -> Tensor:
         return self.norm_f(x)
 

@@ -26,6 +26,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "least_squares",
             "left_out",
             "lift",
+            "masked",
             "registry",
             "ridge_options",
             "subspaces",

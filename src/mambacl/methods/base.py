@@ -6,7 +6,7 @@ method, derive from it and call `METHODS.add` in a new file in this folder, or i
 entry point group `mambacl.methods`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from mambacl.nullspace import Setting
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
 from mambacl.tuning import ModelParameters, Tuning
+from mambacl.tuning.passes import with_attention
 
 CLASSIFIER = "classifier/"  # prefix of a classifier's tensors in a task's state
 START = "start/"  # prefix of the trained parameters in a task's state: the next task starts from them
@@ -52,6 +53,8 @@ class Setup:
     """for the first task's classes, if the model already knows them"""
     folder: Path | None = None
     """a folder for large temporary files"""
+    tasks: int = 0
+    """number of tasks of the run; 0 if unknown, as for a model that only predicts"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,21 @@ class Task:
     classes: int
     first_label: int
     seed: int  # for the random numbers of this task
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Epochs of a task in which the same parameters train with the same loss."""
+
+    name: str = ""
+    """for `loss`, which can ask for `self.current.name`"""
+    roles: tuple[str, ...] | None = None
+    """the roles of `named_parameters` that train; None for all"""
+    rate: float = 1.0
+    """factor of all learning rates"""
+    new_optimizer: bool = False
+    """whether the phase starts with a new optimizer; otherwise momenta are kept, and parameters that do not train stay
+    as they are"""
 
 
 class Method:
@@ -77,6 +95,8 @@ class Method:
     """depths of the features for a classifier that is computed from them, unless the configuration names others"""
     trains: ClassVar[bool] = True
     """whether anything trains; if not, tasks have no epochs"""
+    needs_attention: ClassVar[bool] = False
+    """whether it changes attention, so that it needs a vit backbone"""
     recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
 
@@ -86,6 +106,8 @@ class Method:
         self.device = next(model.parameters()).device
         self.known_tasks = int(setup.known_classifier is not None)  # tasks in which nothing trains
         self.options = build_config(self.options_class, setup.options, self.name)
+        if self.needs_attention:
+            with_attention(model, self.name)
         self.tuning = self.make_tuning()
         depths = setup.features.depths
         self.reader = FeatureReader(model, self.own_depths if depths == "auto" else depths, setup.features.pool)
@@ -95,6 +117,13 @@ class Method:
         """the trained parameters when the task started, if the classifier follows the drift of the features"""
         self.calibration: Calibration | None = None
         """of the classifier's scores, since the last `calibrate`"""
+        self.current = Phase()
+        """the phase that trains now"""
+        if self.reader.indices and type(self).features is not Method.features:
+            raise UserError(
+                f"The method '{self.name}' changes the final feature, which other depths do not show: set "
+                "features.depths to final."
+            )
         self.kept = KeptFeatures(
             0 if self.why_not_calibrated() else setup.features.kept, len(self._learned_views(torch.empty(0, 0, 0, 0))),
             self.reader.num_features, setup.seed,
@@ -149,6 +178,30 @@ class Method:
         rates."""
         return {"backbone": self.tuning.trained(), "classifier": self.heads.trained()}
 
+    def rate_factors(self) -> dict[str, float]:
+        """For each further role of `named_parameters`: the factor of `training.lr` that is its learning rate."""
+        return {}
+
+    @property
+    def task(self) -> int:
+        """Index of the current task, or of the last one learned."""
+        return len(self.heads.heads) - 1
+
+    def phase(self, epoch: int, epochs: int) -> Phase:
+        """What trains in an epoch of a task; the same for the same arguments, so that a run can resume in any epoch."""
+        return Phase()
+
+    def enter(self, phase: Phase) -> None:
+        """Called when a phase begins or resumes."""
+        self.current = phase
+        for role, named in self.named_parameters().items():
+            for _, parameter in named:
+                parameter.requires_grad_(phase.roles is None or role in phase.roles)
+
+    def start_epoch(self, epoch: int, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Called before each epoch. `batches()` gives its training images, augmented, for methods that need to see
+        them all first. Random numbers must come from the task's seed and the epoch."""
+
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Called with the optimizer of each task; returns the optimizer to use."""
         return optimizer
@@ -163,7 +216,11 @@ class Method:
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch of the current task, and the number of correctly classified images."""
-        logits = self.heads.task_logits(self.features(images))
+        return self.task_loss(self.features(images), labels)
+
+    def task_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy over the classes of the current task, for features (b, d), and the number of correct images."""
+        logits = self.heads.task_logits(features)
         labels = labels - (self.heads.classes - logits.shape[1])  # the current head counts from 0
         return F.cross_entropy(logits, labels), (logits.argmax(dim=1) == labels).sum()
 

@@ -173,11 +173,12 @@ def _method(
         learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
-    return method_class(model, setup_of(config, known))
+    return method_class(model, setup_of(config, known, len(stream.tasks)))
 
 
-def setup_of(config: RunConfig, known: nn.Linear | None = None) -> Setup:
-    """What a method gets; `known` is a classifier for the first task's classes."""
+def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: int = 0) -> Setup:
+    """What a method gets; `known` is a classifier for the first task's classes. Without training there are no
+    `tasks`."""
     return Setup(
         setting=config.nullspace,
         warm_second_head=config.training.heads == "warm-second",
@@ -188,6 +189,7 @@ def setup_of(config: RunConfig, known: nn.Linear | None = None) -> Setup:
         features=replace(config.features, kept=0) if config.stream.by_domain else config.features,
         known_classifier=known,
         folder=config.folder / "checkpoints",
+        tasks=tasks,
     )
 
 

@@ -132,22 +132,37 @@ class Loop:
             self._start_task(task)
         if task < self.method.known_tasks or not self.method.trains:
             return
-        if self.optimizer is None:
-            self._new_optimizer()
-        self._new_step()
         for epoch in range(self.position.epoch, self.recipe.epochs):
+            self._enter_phase(epoch)
             self._train_epoch(task, epoch)
             self.position.epoch = epoch + 1
             self._save()
         self.optimizer = self.step = None
+
+    def _enter_phase(self, epoch: int) -> None:
+        """Makes optimizer and step when a task starts or resumes, and when the method's next phase begins."""
+        method, epochs = self.method, self.recipe.epochs
+        phase = method.phase(epoch, epochs)
+        begins = epoch > 0 and method.phase(epoch - 1, epochs) != phase
+        if self.step is not None and not begins:
+            return
+        method.enter(phase)
+        if self.optimizer is None or (begins and phase.new_optimizer):
+            self._new_optimizer()
+        self._new_step()
 
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
         compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
         self._phase("", "reading images", task, 0, epoch + 1, recipe.epochs)
+
+        def epoch_batches() -> Batches:
+            return self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
+
+        self.method.start_epoch(epoch, epoch_batches)
         with self.watch.phase("data"):
-            batches = self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
+            batches = epoch_batches()
         steps = len(batches)  # type: ignore[arg-type]
         count, text = self.stream.train_count(task) * recipe.passes_per_epoch, "compiling" if compiling else "training"
         self._phase("train", text, task, count, epoch + 1, recipe.epochs)
@@ -155,7 +170,7 @@ class Loop:
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
             done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
-            self.step(images, labels, recipe.lr_factor(done))
+            self.step(images, labels, recipe.lr_factor(done) * self.method.current.rate)
             if step == 0 and compiling:
                 self.progress.text("training")
             self.progress.step(len(labels))
@@ -176,6 +191,7 @@ class Loop:
     def _new_optimizer(self) -> None:
         self.names, groups = [], []
         rates = {"backbone": self.recipe.lr, "classifier": self.recipe.head_lr}
+        rates |= {role: factor * self.recipe.lr for role, factor in self.method.rate_factors().items()}
         for role, named in self.method.named_parameters().items():
             if named:
                 self.names += [name for name, _ in named]
@@ -187,7 +203,9 @@ class Loop:
     def _new_step(self) -> None:
         assert self.optimizer is not None
         graphs = self.fast and self.method.recordable
-        self.step = TrainingStep(self.method, self.optimizer, self.device, self.bf16, graphs, self.recorder)
+        self.step = TrainingStep(
+            self.method, self.optimizer, self.device, self.bf16, graphs, self.recorder, self.recipe.clip
+        )
 
     # The end of a task
 

@@ -79,8 +79,7 @@ class NextTask(Loop):
         seconds = 0.0
         if trains:
             steps = -(-images * recipe.passes_per_epoch // recipe.batch_size)
-            self._new_optimizer()
-            self._new_step()
+            self._enter_phase(0)
             assert self.step is not None
             batches = self.stream.train_batches(task, 0, recipe.batch_size, recipe.passes_per_epoch)
             times = []

@@ -33,8 +33,11 @@ class Recipe(Options):
     """learning rate of the classifier"""
     weight_decay: Rate = 5e-5
     """weight decay of all trained parameters"""
-    schedule: Literal["multistep", "cosine", "constant"] = "multistep"
-    """how the learning rates decay within a task"""
+    schedule: Literal["multistep", "cosine", "epoch-cosine", "coda-cosine", "constant"] = "multistep"
+    """how the learning rates decay within a task; cosine changes them with each step, epoch-cosine with each epoch,
+    coda-cosine as CODA-Prompt's code does: one epoch late, and to a tenth or less instead of 0"""
+    clip: Rate = 0.0
+    """largest norm of the gradient of everything that trains; 0 for no limit"""
     decay_after: list[int] = dataclasses.field(default_factory=lambda: [25, 40])
     """multistep: passes after which the learning rates are multiplied by decay_rate"""
     decay_rate: Rate = 0.1
@@ -67,6 +70,11 @@ class Recipe(Options):
             return 1.0
         if self.schedule == "cosine":
             return 0.5 * (1 + math.cos(math.pi * done / self.passes))
+        epoch = int(done // self.passes_per_epoch)
+        if self.schedule == "epoch-cosine":
+            return 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
+        if self.schedule == "coda-cosine":
+            return math.cos(99 * math.pi * max(epoch - 1, 0) / (200 * max(self.epochs - 1, 1)))
         return self.decay_rate ** sum(done >= milestone for milestone in self.decay_after)
 
 

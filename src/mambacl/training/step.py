@@ -83,8 +83,10 @@ class TrainingStep:
         bf16: bool,
         graphs: bool,
         recorder: Recorder | None = None,
+        clip: float = 0.0,
     ) -> None:
-        """`graphs`: whether to record steps if possible."""
+        """`graphs`: whether to record steps if possible; `clip`: the largest norm of the gradient, 0 for any."""
+        self.clip = clip
         self.recorder = recorder or Recorder(device)
         self.method, self.optimizer, self.device, self.bf16 = method, optimizer, device, bf16
         self.loss_sum = torch.zeros((), device=device)
@@ -130,6 +132,9 @@ class TrainingStep:
             loss, correct = self.method.loss(images, labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        if self.clip:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(trained, self.clip)
         self.optimizer.step()
         self.loss_sum += loss.detach() * len(images)
         self.right += correct

@@ -1,6 +1,6 @@
 """What trains in a backbone: some of its parameters, or modules added to it."""
 
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets
-from mambacl.tuning.base import ModelParameters, Tuning
+from mambacl.tuning.base import AddedModules, ModelParameters, Tuning
 
-__all__ = ["AdapterOptions", "AdapterSets", "ModelParameters", "Tuning"]
+__all__ = ["AdapterOptions", "AdapterSets", "AddedModules", "ModelParameters", "Tuning"]

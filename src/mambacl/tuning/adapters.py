@@ -8,7 +8,7 @@ and the names of its parameters do not change.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,19 @@ class AdapterOptions:
 
 
 class Adapter(nn.Module):
-    def __init__(self, width: int, bottleneck: int, scale: float) -> None:
+    """scale * W_up activation(W_down u). In a ViT it also goes beside attention or the MLP: `Change.attention` and
+    `Change.mlp` of `passes` add its output, for the tokens before or after the norm."""
+
+    scale: Tensor | float
+
+    def __init__(
+        self, width: int, bottleneck: int, scale: float, activation: Literal["relu", "gelu"] = "relu",
+        learned_scale: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.down, self.up = nn.Linear(width, bottleneck), nn.Linear(bottleneck, width)
-        self.scale = scale
+        self.scale = nn.Parameter(torch.tensor(float(scale))) if learned_scale else scale
+        self.activation = F.relu if activation == "relu" else F.gelu
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -49,7 +58,7 @@ class Adapter(nn.Module):
             tensor.zero_()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.scale * self.up(F.relu(self.down(tokens)))
+        return self.scale * self.up(self.activation(self.down(tokens)))
 
 
 def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
