@@ -39,13 +39,10 @@ class KacOptions(Options):
 class KacHead(nn.Module):
     """The head of one task, with a copy of the shared parts as they were in that task."""
 
-    centres: Tensor
-
     def __init__(self, num_features: int, classes: int, seed: int, options: KacOptions) -> None:
         super().__init__()
         bumps = options.bumps or BUMPS[options.variant]
-        self.register_buffer("centres", torch.linspace(-options.reach, options.reach, bumps), persistent=False)
-        self.distance = 2 * options.reach / (bumps - 1)
+        self.reach, self.count, self.distance = options.reach, bumps, 2 * options.reach / (bumps - 1)
         self.mixes = options.variant == "paper"
         self.weight = nn.Parameter(torch.zeros(classes, num_features * (1 if self.mixes else bumps)))
         self.norm = nn.LayerNorm(num_features)
@@ -55,7 +52,9 @@ class KacHead(nn.Module):
 
     def bumps(self, features: Tensor) -> Tensor:
         """(b, d, bumps) from features (b, d)."""
-        return torch.exp(-(((self.norm(features)[..., None] - self.centres) / self.distance) ** 2))
+        z = self.norm(features)
+        centres = torch.linspace(-self.reach, self.reach, self.count, device=z.device, dtype=z.dtype)
+        return torch.exp(-(((z[..., None] - centres) / self.distance) ** 2))
 
     def basis(self, features: Tensor) -> Tensor:
         """What the classes' weights multiply: (b, d * bumps), or (b, d) if the bumps are mixed."""
@@ -86,7 +85,8 @@ class KacHeads(TaskHeads):
         if len(self.heads) > 1:
             before = self.heads[-2].state_dict()
             shared = {name: tensor for name, tensor in before.items() if name != "weight"}
-            self.heads[-1].load_state_dict({"weight": self.heads[-1].weight, **shared})
+            head = self.heads[-1].to(before["weight"].dtype)
+            head.load_state_dict({"weight": head.weight, **shared})
 
     def take_over(self, classifier: nn.Module) -> None:
         raise UserError(

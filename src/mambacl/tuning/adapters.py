@@ -85,9 +85,9 @@ def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 def mlps(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     """The blocks with a LayerNorm `norm2` before an `mlp`, by name, with the number of their channels."""
     found = {
-        name: (module, module.norm2.normalized_shape[0])
+        name: (module, int(norm.normalized_shape[0]))
         for name, module in named_modules(model).items()
-        if isinstance(getattr(module, "norm2", None), nn.LayerNorm) and hasattr(module, "mlp")
+        if isinstance(norm := getattr(module, "norm2", None), nn.LayerNorm) and hasattr(module, "mlp")
     }
     if not found:
         raise UserError(
