@@ -20,6 +20,7 @@ from mambacl.methods.slca import final_norm
 from mambacl.training.loop import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets, usual_place
+from mambacl.tuning.scale_shift import ScaleShiftSets, scaled
 
 FIRST_TASK = ["aper", "ranpac"]
 FORWARD, STEPS = 1e-9, 1e-7  # relative to the largest value: see the recordings' table
@@ -119,6 +120,7 @@ class Encoder(nn.Module):
         return torch.tanh(self.encoder(inputs))
 
 
+@pytest.mark.slow
 def test_slca_as_recorded(goldens: Path) -> None:
     """github.com/GengDavid/SLCA at 169d4e6. Samples are the recorded ones."""
     recorded = load_file(goldens / "slca.safetensors")
@@ -263,6 +265,54 @@ def test_where_adapters_go(goldens: Path) -> None:
         new_method("aper", place="mlp")
     with pytest.raises(UserError, match="place takes"):
         new_method("ranpac", place="attention")
+
+
+# Factors and offsets per channel
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_and_shifts_act_on_what_enters_and_what_leaves(family: str) -> None:
+    model, images = small(family), torch.randn(2, 3, 32, 32)
+    before, names = model(images), list(model.state_dict())
+    sets = ScaleShiftSets(model)
+    sets.add(seed=0)
+    assert torch.equal(model(images), before) and list(model.state_dict()) == names
+    (module, width), part = next(iter(scaled(model).values())), sets.adapters[0][0]  # type: ignore[index]
+    tokens = torch.randn(2, *((8, 8) if family == "vmamba_nano" else (16,)), width)
+    wanted = module(tokens * part.factor[0] + part.offset[0]) * part.factor[1] + part.offset[1]
+    with sets.using(0):
+        torch.testing.assert_close(module(tokens), wanted)
+        for index, one in enumerate(sets.adapters[0]):  # each has its say
+            nn.init.ones_(one.factor)
+            nn.init.zeros_(one.offset)
+            assert sets.widths[index] == one.factor.shape[1]
+        torch.testing.assert_close(model(images), before)
+        for one in sets.adapters[0]:
+            nn.init.constant_(one.offset, 0.1)
+            assert not torch.allclose(model(images), before)
+            nn.init.zeros_(one.offset)
+    sets.remove()
+    assert torch.equal(model(images), before)
+
+
+@pytest.mark.parametrize("name", FIRST_TASK)
+def test_the_first_task_can_tune_scales_and_shifts(name: str) -> None:
+    options = {"classifier_options": {"width": 50}} if name == "ranpac" else {}
+    method, other = (METHODS.get(name)(small(FAMILIES[0]), Setup(options={"tune": "ssf"}, **options)) for _ in range(2))
+    losses = learn(method, range(1), steps=5)
+    assert losses[-1] < losses[0] and {key.rpartition(".")[2] for key, _ in method.tuning.trained()} == {
+        "factor",
+        "offset",
+    }
+    method.fit_classifier([task_data(0, 2, seed=0)])
+    other.load_state_dict(method.state_dict())
+    other.load_task_state_dict(method.task_state_dict())
+    images = task_data(0, 2, seed=7)[0]
+    assert torch.equal(other.predict(images), method.predict(images))
+    with pytest.raises((KeyError, RuntimeError)):
+        new_method(name).load_state_dict(method.state_dict())
+    with pytest.raises(UserError, match="tune takes"):
+        new_method(name, tune="lora")
 
 
 # SLCA

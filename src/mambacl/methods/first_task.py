@@ -10,7 +10,7 @@ from torch import Tensor
 from mambacl.classifiers.base import TaskHeads
 from mambacl.classifiers.cosine import CosineHeads
 from mambacl.methods.base import HEADS, Method, Task
-from mambacl.tuning import AdapterOptions, AdapterSets, Tuning
+from mambacl.tuning import AdapterOptions, AdapterSets, ScaleShiftSets, Tuning
 from mambacl.tuning.adapters import usual_place
 
 
@@ -18,6 +18,8 @@ from mambacl.tuning.adapters import usual_place
 class FirstTaskOptions(AdapterOptions):
     """Options of methods that tune adapters in the first task."""
 
+    tune: Literal["adapter", "ssf"] = "adapter"
+    """what the first task tunes: bottleneck adapters, or factors and offsets per channel (SSF)"""
     bottleneck: int = 64
     """channels between W_down and W_up; 64 in both papers' code"""
     place: Literal["auto", "mixer", "mlp"] = "auto"
@@ -29,11 +31,16 @@ class FirstTask(Method):
     first_task_only: ClassVar[bool] = True
 
     def make_tuning(self) -> Tuning:
-        place = self.options.place
-        self.adapters = AdapterSets(self.model, self.options, usual_place(self.model) if place == "auto" else place)
+        self.adapters = self._new_sets()
         self.adapters.add(self.setup.seed)
         self.adapters.current = 0
         return self.adapters
+
+    def _new_sets(self) -> AdapterSets:
+        if self.options.tune == "ssf":
+            return ScaleShiftSets(self.model)
+        place = self.options.place
+        return AdapterSets(self.model, self.options, usual_place(self.model) if place == "auto" else place)
 
     def make_heads(self) -> TaskHeads:
         return CosineHeads(self.num_features)

@@ -2,5 +2,6 @@
 
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets
 from mambacl.tuning.base import ModelParameters, Tuning
+from mambacl.tuning.scale_shift import ScaleShiftSets
 
-__all__ = ["AdapterOptions", "AdapterSets", "ModelParameters", "Tuning"]
+__all__ = ["AdapterOptions", "AdapterSets", "ModelParameters", "ScaleShiftSets", "Tuning"]

@@ -142,13 +142,15 @@ class AdapterSets(nn.Module):
     def __len__(self) -> int:
         return len(self.adapters)
 
+    def new(self, width: int) -> nn.Module:
+        return Adapter(width, self.options.bottleneck, self.options.scale)
+
     def add(self, seed: int) -> None:
         """Adds a set, initialised from the seed; the earlier ones are fixed from now on."""
         generator = torch.Generator().manual_seed(seed ^ 1)  # a classifier with the same seed draws other numbers
-        adapters = nn.ModuleList(Adapter(width, self.options.bottleneck, self.options.scale) for width in self.widths)
+        adapters = nn.ModuleList(self.new(width) for width in self.widths)
         for adapter in adapters:
-            assert isinstance(adapter, Adapter)
-            adapter.reset(generator)
+            adapter.reset(generator)  # type: ignore[operator]
         self.adapters.requires_grad_(False)
         self.adapters.append(adapters.to(self.device, self.dtype))
 
@@ -173,6 +175,6 @@ class AdapterSets(nn.Module):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Replaces the sets by those of the state."""
         self.adapters = nn.ModuleList()
-        while f"adapters.{len(self.adapters)}.0.up.bias" in state:
+        while any(name.startswith(f"adapters.{len(self.adapters)}.") for name in state):
             self.add(seed=0)
         return super().load_state_dict(state, strict, assign)
