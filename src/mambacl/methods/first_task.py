@@ -42,6 +42,10 @@ class FirstTask(Method):
         place = self.options.place
         return AdapterSets(self.model, self.options, usual_place(self.model) if place == "auto" else place)
 
+    def overview(self) -> str:
+        what = "Factors and offsets of channels" if self.options.tune == "ssf" else "Adapters"
+        return f"{what} train in the first task; later tasks only add to the classifier."
+
     def make_heads(self) -> TaskHeads:
         return CosineHeads(self.num_features)
 
