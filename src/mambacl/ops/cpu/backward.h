@@ -124,13 +124,12 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[3]);
                 for (long long t = 0; t < count; t += TOGETHER) {
-                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
-                    load_together(z, t, count, gate);
-                    sigmoids<TOGETHER>(gate, of, rest);
+                    Lanes gates[TOGETHER], rest;
+                    load_together(z, t, count, gates);
                     UNROLL for (int j = 0; j < TOGETHER; ++j) {
-                        const Lanes given = slopes.g[t + j];
-                        slopes.g[t + j] = given * (gate[j] * of[j]);
-                        slopes.of_gate[t + j] = given * (of[j] * (gate[j] * rest[j] + T(1)));
+                        const Lanes given = slopes.g[t + j], of = sigmoid(gates[j], rest);
+                        slopes.g[t + j] = given * (gates[j] * of);
+                        slopes.of_gate[t + j] = given * (of * (gates[j] * rest + T(1)));
                     }
                 }
             }
