@@ -121,9 +121,7 @@ def _scan_by(
         if not wants_gradient(tensors) and is_direct(tensors):  # the operator would take a third of a short scan's time
             out, last = cpu.infer(*tensors, log_A, softplus, reverse)
         else:
-            out, last, _, _ = differentiable_scan(
-                *tensors, None, log_A, softplus, order, 1, dtype, backend
-            )
+            out, last, _, _ = differentiable_scan(*tensors, None, log_A, softplus, order, 1, dtype, backend)
         return _in_dtype(out, out_dtype), last
     if log_A:
         A = -torch.exp(A)

@@ -34,7 +34,7 @@ struct Steps {
     Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
     Lanes y[TILE];            // D u_t, to which the states add <C_t, h_t>
     Lanes slope[TILE];        // of dt_t by delta_t, in a backward
-    bool in_range;            // whether the short form of `powers` covers every decay
+    bool in_range;            // whether the short form of `power` covers every decay
 };
 
 template <bool SLOPE, typename Source>
@@ -45,13 +45,20 @@ static INLINE void prepare(const Problem<T>& p, const Place& place, const Source
     const Lanes D = p.D ? load_some(p.D + place.channel, place.count) : Lanes{};
     const Lanes limit = MOST_POWER / most;
     Mask fits = most == most;
-    for (long long t = 0; t < count; t += TOGETHER) {
-        Lanes x[TOGETHER], raw[TOGETHER];
-        load_together(u, t, count, x);
+    for (long long t = 0; t < count; t += TOGETHER) {  // two loops: each keeps fewer dependent operations waiting
+        Lanes raw[TOGETHER];
         load_together(delta, t, count, raw);
         UNROLL for (int j = 0; j < TOGETHER; ++j) {
-            Lanes dt = raw[j] + bias, slope = splat(T(1));
-            if (p.softplus) dt = softplus<SLOPE>(dt, slope);
+            steps.dt[t + j] = raw[j] += bias;
+            if (p.softplus) steps.x[t + j] = falling(raw[j]);
+        }
+    }
+    for (long long t = 0; t < count; t += TOGETHER) {
+        Lanes x[TOGETHER];
+        load_together(u, t, count, x);
+        UNROLL for (int j = 0; j < TOGETHER; ++j) {
+            Lanes dt = steps.dt[t + j], slope = splat(T(1));
+            if (p.softplus) dt = softplus<SLOPE>(dt, steps.x[t + j], slope);
             if (SLOPE) steps.slope[t + j] = slope;
             steps.dt[t + j] = dt;
             steps.x[t + j] = dt * x[j];
@@ -62,33 +69,18 @@ static INLINE void prepare(const Problem<T>& p, const Place& place, const Source
     steps.in_range = all(fits);
 }
 
-// The decays of G states at all times of a tile. They do not depend on each other, so the processor never waits.
-template <int G, bool SHORT>
-static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
-                          Lanes* RESTRICT to, int between) {
-    Lanes a[G];
-    UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
-    for (long long t = 0; t < count; ++t) {
-        const Lanes dt = steps.dt[t];
-        UNROLL for (int j = 0; j < G; ++j) to[t * between + j] = power<SHORT>(dt, a[j]);
-    }
-}
-
-// G states through the times of a tile. With 32 registers, the decays stay in them; with fewer, it is faster to compute
-// all of them first.
+// G states through the times of a tile.
 template <int G, bool SHORT>
 static void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
                     Rows<const T> C, long long count) {
-    const bool at_once = BYTES == 64;
-    Lanes a[G], h[G], decay[at_once ? 1 : TILE][G];
-    if (!at_once) decays<G, SHORT>(rates, steps, count, decay[0], G);
+    Lanes a[G], h[G];
     UNROLL for (int j = 0; j < G; ++j) h[j] = states[j], a[j] = rates[j];
     for (long long t = 0; t < count; ++t) {
         const Lanes x = steps.x[t], dt = steps.dt[t];
         const T *b = B[t], *c = C[t];
         Lanes sum = steps.y[t];
         UNROLL for (int j = 0; j < G; ++j) {
-            h[j] = (at_once ? power<SHORT>(dt, a[j]) : decay[at_once ? 0 : t][j]) * h[j] + x * b[j];
+            h[j] = power<SHORT>(dt, a[j]) * h[j] + x * b[j];
             sum += h[j] * c[j];
         }
         steps.y[t] = sum;

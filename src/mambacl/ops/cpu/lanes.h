@@ -29,6 +29,7 @@ typedef bool Mask;
 static const int MANTISSA = 23;
 static const T MOST_POWER = T(125), MOST_K = T(128);  // beyond 2^+-125 the exponent can overflow
 static const T LEAST_EXP = T(-87), MOST_EXP = T(88);  // below LEAST_EXP, exp is zero
+static const T LOG2E_REST = T(1.9259629911266175e-8);  // log2(e) without its first 24 bits
 static const T LN2_HIGH = T(0.693359375), LN2_LOW = T(-2.12194440054690583e-4);  // k LN2_HIGH is exact
 #else
 static const int MANTISSA = 52;
@@ -89,7 +90,7 @@ static const int PARTS = 1, PART_BITS = 0;
 static const T MAGIC = T(3ll << (MANTISSA - 1 - PART_BITS));
 
 // The coefficients of r, r^2, ... in 2^r for |r| <= 1 / (2 PARTS). The constant is exactly 1, so that decays next to 1
-// keep their digits. In single precision they are off by at most 1.9, 0.5 and 0.9 times 2^-24.
+// keep their digits. In single precision they are off by at most 1.5, 0.5 and 0.9 times 2^-24.
 #ifndef SINGLE
 static const T ROOT[] = {T(0.69314718055994532559), T(0.24022650695910130862), T(5.5504108664820092621e-2),
                          T(9.618129107594254198e-3), T(1.333355814677340704e-3), T(1.5403530456963975989e-4),
@@ -143,11 +144,11 @@ static INLINE Lanes power(Lanes a, Lanes b) {
 
 // exp(x) to full accuracy for x <= MOST_EXP; zero below LEAST_EXP.
 static INLINE Lanes exponential(Lanes x) {
-    const Lanes shifted = x * LOG2E + MAGIC, k = shifted - MAGIC, r = ((x - k * LN2_HIGH) - k * LN2_LOW) * LOG2E;
-    const Lanes found = x < LEAST_EXP ? Lanes{} : raise(r, shifted);
-#ifdef TABLE
-    return found;
+    const Lanes shifted = x * LOG2E + MAGIC, k = shifted - MAGIC;
+#ifdef TABLE  // the processor fuses multiplication and addition
+    return x < LEAST_EXP ? Lanes{} : raise((x * LOG2E - k) + x * LOG2E_REST, shifted);
 #else
+    const Lanes found = x < LEAST_EXP ? Lanes{} : raise(((x - k * LN2_HIGH) - k * LN2_LOW) * LOG2E, shifted);
     return x == x ? found : x;  // the addition to the exponent can make NaN a number
 #endif
 }
@@ -187,10 +188,9 @@ static INLINE Lanes sigmoid(Lanes x, Lanes& rest) {
     return x > T(0) ? large : small;
 }
 
-// PyTorch's softplus, which is linear above 20, and with SLOPE its derivative.
+// PyTorch's softplus, which is linear above 20, and with SLOPE its derivative. y is exp(-|x|).
 template <bool SLOPE>
-static INLINE Lanes softplus(Lanes x, Lanes& slope) {
-    const Lanes y = falling(x);
+static INLINE Lanes softplus(Lanes x, Lanes y, Lanes& slope) {
     Lanes to = log_1_plus(y) + (x > T(0) ? x : Lanes{});
 #ifndef SINGLE
     to = x > T(20) ? x : to;  // in single precision, what is added is less than half a unit
