@@ -69,9 +69,9 @@ static INLINE void prepare(const Problem<T>& p, const Place& place, const Source
     steps.in_range = all(fits);
 }
 
-// G states through the times of a tile.
+// G states through the times of a tile. Inlined into a long function, it would share the registers with that.
 template <int G, bool SHORT>
-static void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
+static APART void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
                     Rows<const T> C, long long count) {
     Lanes a[G], h[G];
     UNROLL for (int j = 0; j < G; ++j) h[j] = states[j], a[j] = rates[j];

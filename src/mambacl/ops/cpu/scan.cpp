@@ -16,6 +16,7 @@
 #ifdef __GNUC__
 #define RESTRICT __restrict__
 #define INLINE inline __attribute__((always_inline))
+#define APART __attribute__((noinline))
 #define PREFETCH(at) __builtin_prefetch(at, 0, 2)
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -25,6 +26,7 @@
 #else
 #define RESTRICT __restrict
 #define INLINE inline
+#define APART
 #define PREFETCH(at)
 #define UNROLL
 #endif
