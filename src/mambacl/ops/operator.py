@@ -30,12 +30,12 @@ def operator(
     op = torch.library.custom_op(f"mambacl::{name}", run, mutates_args=())
     op.register_fake(fake)
     if keep is None or differentiate is None:
-        return lambda *inputs: run(*inputs) if _direct(inputs) else op(*inputs)
+        return lambda *inputs: run(*inputs) if is_direct(inputs) else op(*inputs)
     op.register_autograd(differentiate, setup_context=keep)
     direct = _function(name, run, keep, differentiate)
 
     def call(*inputs: Any) -> Any:
-        if not _direct(inputs):
+        if not is_direct(inputs):
             return op(*inputs)
         return direct.apply(*inputs) if wants_gradient(inputs) else run(*inputs)
 
@@ -66,13 +66,13 @@ def shapes(*tensors: Tensor) -> str:
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 
-def _direct(inputs: tuple[Any, ...]) -> bool:
+def is_direct(inputs: tuple[Any, ...]) -> bool:
     """Whether the operator can be bypassed: no compiler, no dispatch mode, only plain tensors with values."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
     for x in inputs:
-        plain = type(x) is Tensor or type(x) is nn.Parameter
-        if x.is_meta if plain else isinstance(x, Tensor):
+        kind = type(x)
+        if x.is_meta if kind is Tensor or kind is nn.Parameter else isinstance(x, Tensor):
             return False
     return True
 

@@ -99,15 +99,30 @@ def forward(
     y_t = <C_t, h_t> + D u_t; out = y silu(z). `log_A`: A holds log(-A). `reverse`: scan from the last token to the
     first.
     """
-    out, last = out_like(u), u.new_empty((u.shape[0], *A.shape))
     kept = u.new_empty(kept_shape(u, A, B) if keep else 0)
-    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
-    call.pointers.append(_address(kept if keep else None))
+    out, last = _forward(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, kept if keep else None)
+    return out, last, kept
+
+
+def infer(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    log_A: bool, softplus: bool, reverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`forward` for callers that want no gradients."""
+    return _forward(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, None)
+
+
+def _forward(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    log_A: bool, softplus: bool, reverse: bool, kept: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, last = out_like(u), u.new_empty((u.shape[0], *A.shape))
+    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, kept)
     call.views(u, delta, z, None)
-    call.pointers.append(_address(last))
+    call.pointers.append(last.data_ptr())
     call.views(out)
     call.run()
-    return out, last, kept
+    return out, last
 
 
 def backward(
@@ -122,8 +137,7 @@ def backward(
     dB, dC = B.new_empty(B.shape), C.new_empty(C.shape)
     dD, dbias = (None if x is None else x.new_empty(x.shape) for x in (D, bias))
     dlast = None if dlast is None else dlast.contiguous()
-    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse)
-    call.pointers.append(_address(kept))
+    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, kept)
     call.views(u, delta, z, dout)
     call.pointers += [_address(x) for x in (dlast, dA, dB, dC, dD, dbias)]
     call.views(du, ddelta, dz)
@@ -136,19 +150,18 @@ class _Call:
 
     def __init__(
         self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool,
+        bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool, kept: Tensor | None,
     ) -> None:  # fmt: skip
-        B, C = (M if M.stride(3) == 1 else M.contiguous() for M in (B, C))
-        D, bias = (x if x is None or x.stride(0) == 1 else x.contiguous() for x in (D, bias))
+        D, bias = _contiguous(D), _contiguous(bias)
         self.double = u.dtype == torch.float64
-        self.kept_alive = B, C, D, bias
-        self.pointers = [_address(x) for x in (A, B, C, D, bias)]
+        self.kept_alive = D, bias
+        self.pointers = [A.data_ptr(), B.data_ptr(), C.data_ptr(), _address(D), _address(bias), _address(kept)]
         self.numbers: list[int] = [*u.shape, *B.shape[2:], log_A, softplus, reverse]
-        self.numbers += [*A.stride(), *B.stride()[:3], *C.stride()[:3]]
+        self.numbers += (*A.stride(), *B.stride(), *C.stride())
 
     def views(self, *tensors: Tensor | None) -> None:
         for x in tensors:
-            self.pointers.append(_address(x))
+            self.pointers.append(0 if x is None else x.data_ptr())
             self.numbers += (0, 0, 0) if x is None else x.stride()
 
     def run(self) -> None:
@@ -160,6 +173,10 @@ class _Call:
         failure = function(pointers, numbers, SETS[instruction_set()], torch.get_num_threads(), _parallel())
         if failure:
             raise RuntimeError(FAILURES[failure])
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(0) == 1 else x.contiguous()
 
 
 def _address(x: Tensor | None) -> int:

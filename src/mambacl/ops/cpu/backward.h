@@ -10,6 +10,18 @@ struct Slopes {
     Lanes of_gate[TILE];          // the gradient of z_t, divided by y_t
 };
 
+// The decays of G states at all times of a tile. They do not depend on each other, so the processor never waits.
+template <int G, bool SHORT>
+static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
+                          Lanes* RESTRICT to, int between) {
+    Lanes a[G];
+    UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
+    for (long long t = 0; t < count; ++t) {
+        const Lanes dt = steps.dt[t];
+        UNROLL for (int j = 0; j < G; ++j) to[t * between + j] = power<SHORT>(dt, a[j]);
+    }
+}
+
 // Recomputes G states of the tile, then q, the gradient of h_t, from end to start. dA gets the sum over time of
 // dt f, with f = q_t exp(dt_t A) h_{t-1} the gradient of dt_t A; `sums` (TILE, 2, N) gets each lane's part of dB and dC.
 // Values used together are stored together: addresses that differ by a multiple of 4 KiB would conflict in the cache.
@@ -124,13 +136,12 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[3]);
                 for (long long t = 0; t < count; t += TOGETHER) {
-                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
-                    load_together(z, t, count, gate);
-                    sigmoids<TOGETHER>(gate, of, rest);
+                    Lanes gates[TOGETHER], rest;
+                    load_together(z, t, count, gates);
                     UNROLL for (int j = 0; j < TOGETHER; ++j) {
-                        const Lanes given = slopes.g[t + j];
-                        slopes.g[t + j] = given * (gate[j] * of[j]);
-                        slopes.of_gate[t + j] = given * (of[j] * (gate[j] * rest[j] + T(1)));
+                        const Lanes given = slopes.g[t + j], of = sigmoid(gates[j], rest);
+                        slopes.g[t + j] = given * (gates[j] * of);
+                        slopes.of_gate[t + j] = given * (of * (gates[j] * rest + T(1)));
                     }
                 }
             }

@@ -15,14 +15,14 @@ static INLINE Rows<const T> shared_rows(const Shared<T>& M, const Item& item, lo
 // A of a block as (n) vectors, times log2(e): decays are powers of two from here on. Returns the largest magnitude.
 static INLINE Lanes rates(const Problem<T>& p, long long channel, long long count, Lanes* a) {
     Lanes most = {}, unknown = {};  // NaN if a rate is NaN
+    const T* from = p.A + channel * p.A_channel;
+    long long read = 0;
+    if (p.A_state == 1 && count == W)
+        for (; read + Q <= p.states; read += Q) load_across(from + read, p.A_channel, a + read);
+    for (; read < p.states; ++read) a[read] = gather(from + read * p.A_state, p.A_channel, count);
     for (long long n = 0; n < p.states; ++n) {
-        Lanes rate = gather(p.A + channel * p.A_channel + n * p.A_state, p.A_channel, count);
-        if (p.log_A) {
-            Lanes size;
-            exponentials<1>(&rate, &size);
-            rate = -size;
-        }
-        a[n] = rate * LOG2E;
+        if (p.log_A) a[n] = -exponential(a[n] > MOST_EXP ? splat(MOST_EXP) : a[n]);
+        a[n] *= LOG2E;
         const Lanes size = magnitude(a[n]);
         most = size > most ? size : most;
         unknown += size * T(0);
@@ -34,65 +34,55 @@ struct Steps {
     Lanes dt[TILE], x[TILE];  // dt_t; dt_t u_t
     Lanes y[TILE];            // D u_t, to which the states add <C_t, h_t>
     Lanes slope[TILE];        // of dt_t by delta_t, in a backward
-    bool in_range;            // whether the short form of `powers` covers every decay
+    bool in_range;            // whether the short form of `power` covers every decay
 };
 
-// TOGETHER times are computed side by side; if the tile ends earlier, its last row is repeated.
-static const int TOGETHER = 4;
-
-static INLINE void load_together(Rows<const T> rows, long long t, long long count, Lanes* to) {
-    UNROLL for (int j = 0; j < TOGETHER; ++j) to[j] = load(rows[least(t + j, count - 1)]);
-}
-
-template <bool SLOPE>
-static INLINE void prepare(const Problem<T>& p, const Place& place, Rows<const T> u, Rows<const T> delta, Lanes most,
+template <bool SLOPE, typename Source>
+static INLINE void prepare(const Problem<T>& p, const Place& place, const Source& u, const Source& delta, Lanes most,
                            Steps& RESTRICT steps) {
     const long long count = place.steps;
     const Lanes bias = p.bias ? load_some(p.bias + place.channel, place.count) : Lanes{};
     const Lanes D = p.D ? load_some(p.D + place.channel, place.count) : Lanes{};
+    const Lanes limit = MOST_POWER / most;
     Mask fits = most == most;
-    for (long long t = 0; t < count; t += TOGETHER) {
-        Lanes x[TOGETHER], raw[TOGETHER], *dt = steps.dt + t, *slope = steps.slope + t;
-        load_together(u, t, count, x);
+    for (long long t = 0; t < count; t += TOGETHER) {  // two loops: each keeps fewer dependent operations waiting
+        Lanes raw[TOGETHER];
         load_together(delta, t, count, raw);
-        UNROLL for (int j = 0; j < TOGETHER; ++j) raw[j] += bias;
-        if (p.softplus) {
-            softplus<TOGETHER, SLOPE>(raw, dt, slope);
-        } else {
-            UNROLL for (int j = 0; j < TOGETHER; ++j) dt[j] = raw[j], slope[j] = splat(T(1));
-        }
         UNROLL for (int j = 0; j < TOGETHER; ++j) {
-            steps.x[t + j] = dt[j] * x[j];
+            steps.dt[t + j] = raw[j] += bias;
+            if (p.softplus) steps.x[t + j] = falling(raw[j]);
+        }
+    }
+    for (long long t = 0; t < count; t += TOGETHER) {
+        Lanes x[TOGETHER];
+        load_together(u, t, count, x);
+        UNROLL for (int j = 0; j < TOGETHER; ++j) {
+            Lanes dt = steps.dt[t + j], slope = splat(T(1));
+            if (p.softplus) dt = softplus<SLOPE>(dt, steps.x[t + j], slope);
+            if (SLOPE) steps.slope[t + j] = slope;
+            steps.dt[t + j] = dt;
+            steps.x[t + j] = dt * x[j];
             steps.y[t + j] = p.D ? D * x[j] : Lanes{};
-            fits &= magnitude(dt[j]) * most <= MOST_POWER;
+            fits &= magnitude(dt) <= limit;
         }
     }
     steps.in_range = all(fits);
 }
 
-// The decays of G states at all times of a tile. They do not depend on each other, so the processor never waits; in one
-// loop with the recurrence it would.
+// G states through the times of a tile. Inlined into a long function, it would share the registers with that.
 template <int G, bool SHORT>
-static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
-                          Lanes* RESTRICT to, int between) {
-    Lanes a[G];
-    UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
-    for (long long t = 0; t < count; ++t) powers<G, SHORT>(steps.dt[t], a, to + t * between);
-}
-
-// G states through the times of a tile.
-template <int G, bool SHORT>
-static void advance(const Lanes* RESTRICT a, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
+static APART void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
                     Rows<const T> C, long long count) {
-    Lanes h[G], decay[TILE][G];
-    decays<G, SHORT>(a, steps, count, decay[0], G);
-    UNROLL for (int j = 0; j < G; ++j) h[j] = states[j];
+    Lanes a[G], h[G];
+    UNROLL for (int j = 0; j < G; ++j) h[j] = states[j], a[j] = rates[j];
     for (long long t = 0; t < count; ++t) {
-        const Lanes x = steps.x[t];
+        const Lanes x = steps.x[t], dt = steps.dt[t];
         const T *b = B[t], *c = C[t];
         Lanes sum = steps.y[t];
-        UNROLL for (int j = 0; j < G; ++j) h[j] = decay[t][j] * h[j] + x * b[j];
-        UNROLL for (int j = 0; j < G; ++j) sum += h[j] * c[j];
+        UNROLL for (int j = 0; j < G; ++j) {
+            h[j] = power<SHORT>(dt, a[j]) * h[j] + x * b[j];
+            sum += h[j] * c[j];
+        }
         steps.y[t] = sum;
     }
     UNROLL for (int j = 0; j < G; ++j) states[j] = h[j];
@@ -124,7 +114,6 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
         for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
     }
     Steps steps = {};  // rows beyond the last tile are computed but never used
-    alignas(64) T buffers[3][TILE * W];
     for (long long tile = 0; tile < p.tiles(); ++tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
         const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
@@ -132,9 +121,8 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
         for (long long k = 0; k < blocks; ++k) {
             const Place place = place_at(p, item, tile, k), next = k + 1 < blocks ? place_at(p, item, tile, k + 1) : first;
             const long long channel = place.channel, width = place.count;
-            const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
-            const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
-            prepare<false>(p, place, u, delta, most[k], steps);
+            prepare<false>(p, place, tile_at(p.u, place, p.length, p.reverse),
+                           tile_at(p.delta, place, p.length, p.reverse), most[k], steps);
             const View<const T>* const read[] = {&p.u, &p.delta, &p.z};
             for (const View<const T>* view : read) fetch(p, *view, next);
             fetch(p, p.out, next);
@@ -145,23 +133,23 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
                 advance_all<true>(p, a + k * N, h + k * N, steps, B, C, count);
             else
                 advance_all<false>(p, a + k * N, h + k * N, steps, B, C, count);
-            const Rows<T> out = rows_for(p.out, place, p.length, p.reverse, buffers[0]);
-            if (p.z.at) {
-                const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[2]);
-                for (long long t = 0; t < count; t += TOGETHER) {
-                    Lanes gate[TOGETHER], of[TOGETHER], rest[TOGETHER];
-                    load_together(z, t, count, gate);
-                    sigmoids<TOGETHER>(gate, of, rest);
-                    UNROLL for (int j = 0; j < TOGETHER; ++j) steps.y[t + j] *= gate[j] * of[j];
+            const Tile<T> out = tile_at(p.out, place, p.length, p.reverse);
+            for (long long t = 0; t < count; t += TOGETHER) {
+                if (p.z.at) {
+                    Lanes z[TOGETHER];
+                    load_together(tile_at(p.z, place, p.length, p.reverse), t, count, z);
+                    UNROLL for (int j = 0; j < TOGETHER; ++j) steps.y[t + j] *= gate(z[j]);
                 }
+                store_together(out, t, steps.y + t);
             }
-            for (long long t = 0; t < count; ++t) store(out[t], steps.y[t]);
-            flush(p.out, place, p.length, p.reverse, buffers[0]);
         }
     }
     for (long long k = 0; k < blocks; ++k) {
         const long long channel = item.first + k * W, rest = item.end - channel;
-        for (long long n = 0; n < N; ++n)
-            scatter(p.last + (item.image * p.channels + channel) * N + n, N, h[k * N + n], least(rest, W));
+        T* last = p.last + (item.image * p.channels + channel) * N;
+        long long n = 0;
+        if (rest >= W)
+            for (; n + Q <= N; n += Q) store_across(last + n, N, h + k * N + n);
+        for (; n < N; ++n) scatter(last + n, N, h[k * N + n], least(rest, W));
     }
 }

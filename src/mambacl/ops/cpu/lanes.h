@@ -27,13 +27,12 @@ typedef bool Mask;
 
 #ifdef SINGLE
 static const int MANTISSA = 23;
-static const T MAGIC = T(12582912);  // 1.5 * 2^23: adding it rounds to the nearest integer, which is then in the low bits
 static const T MOST_POWER = T(125), MOST_K = T(128);  // beyond 2^+-125 the exponent can overflow
-static const T LEAST_EXP = T(-87), MOST_EXP = T(88);          // below LEAST_EXP, exp is zero
+static const T LEAST_EXP = T(-87), MOST_EXP = T(88);  // below LEAST_EXP, exp is zero
+static const T LOG2E_REST = T(1.9259629911266175e-8);  // log2(e) without its first 24 bits
 static const T LN2_HIGH = T(0.693359375), LN2_LOW = T(-2.12194440054690583e-4);  // k LN2_HIGH is exact
 #else
 static const int MANTISSA = 52;
-static const T MAGIC = T(6755399441055744);  // 1.5 * 2^52
 static const T MOST_POWER = T(1020), MOST_K = T(1024);
 static const T LEAST_EXP = T(-708), MOST_EXP = T(709);
 static const T LN2_HIGH = T(6.93145751953125e-1), LN2_LOW = T(1.42860682030941723212e-6);
@@ -62,77 +61,100 @@ static INLINE bool all(Mask mask) {
 
 static INLINE Lanes magnitude(Lanes x) { return x < T(0) ? -x : x; }
 
-// The coefficients of r, r^2, ... in 2^r for |r| <= 1/2. The constant is exactly 1, so that decays next to 1 keep their
-// digits.
-#ifdef SINGLE
-static const T ROOT[] = {T(0.69314697848682896901), T(0.24022242715250068014), T(0.055507331867619496606),
-                         T(0.0096714834017475160373), T(0.0013264780814253337922)};  // off by at most 1.5 * 2^-24
+// A power 2^(k + r) is the product of 2^k, with k a multiple of 1 / PARTS, and a polynomial of the rest r. With the powers
+// of 2^(1 / PARTS) in one or two registers, a short polynomial is enough. An entry lacks the fraction of k as it stands in
+// `shifted`: adding all of k to the exponent puts it back. Without such a table, k is an integer.
+#if defined(SINGLE) && BYTES == 64
+#define TABLE
+static const int PARTS = 32, PART_BITS = 5;
+alignas(64) static const uint32_t PART[] = {
+    0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
+    0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
+    0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
+    0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
+static INLINE Lanes part(Bits k) {
+    return (Lanes)_mm512_permutex2var_ps(_mm512_load_ps(PART), (__m512i)k, _mm512_load_ps(PART + 16));
+}
+#elif defined(SINGLE) && BYTES == 32
+#define TABLE
+static const int PARTS = 8, PART_BITS = 3;
+alignas(64) static const uint32_t PART[] = {
+    0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
+static INLINE Lanes part(Bits k) {
+    return (Lanes)_mm256_permutevar8x32_ps(_mm256_load_ps((const float*)PART), (__m256i)k);
+}
 #else
+static const int PARTS = 1, PART_BITS = 0;
+#endif
+// Adding MAGIC rounds to the nearest multiple of 1 / PARTS, which is then in the low bits.
+static const T MAGIC = T(3ll << (MANTISSA - 1 - PART_BITS));
+
+// The coefficients of r, r^2, ... in 2^r for |r| <= 1 / (2 PARTS). The constant is exactly 1, so that decays next to 1
+// keep their digits. In single precision they are off by at most 1.5, 0.5 and 0.9 times 2^-24.
+#ifndef SINGLE
 static const T ROOT[] = {T(0.69314718055994532559), T(0.24022650695910130862), T(5.5504108664820092621e-2),
                          T(9.618129107594254198e-3), T(1.333355814677340704e-3), T(1.5403530456963975989e-4),
                          T(1.5252733493730651197e-5), T(1.3215435348585085201e-6), T(1.017819946976944096e-7),
                          T(7.0737728563462922475e-9), T(4.434771323289414699e-10)};
+#elif !defined(TABLE)
+static const T ROOT[] = {T(0.69314697848682896901), T(0.24022242715250068014), T(0.055507331867619496606),
+                         T(0.0096714834017475160373), T(0.0013264780814253337922)};
+#elif BYTES == 32
+static const T ROOT[] = {T(0.69314721426027071), T(0.24025762978408574), T(0.055496221793381005)};
+#else
+static const T ROOT[] = {T(0.6931573297733595), T(0.24022649737376855)};
 #endif
 static const int DEGREE = sizeof(ROOT) / sizeof(T);
 
-// 2^r_j for |r_j| <= 1/2.
-template <int G>
-static INLINE void root(const Lanes* r, Lanes* to) {
-    UNROLL for (int j = 0; j < G; ++j) to[j] = r[j] * ROOT[DEGREE - 1] + ROOT[DEGREE - 2];
-    UNROLL for (int i = DEGREE - 3; i >= 0; --i)
-        UNROLL for (int j = 0; j < G; ++j) to[j] = to[j] * r[j] + ROOT[i];
-    UNROLL for (int j = 0; j < G; ++j) to[j] = to[j] * r[j] + T(1);
-}
+// The functions below take one vector each. Calls for other vectors do not depend on it, so the processor overlaps them;
+// a function of several would need more registers than AVX2 has.
 
-// value 2^k, where `shifted` is k + MAGIC: k goes to the exponent by an integer addition.
-static INLINE Lanes times_power(Lanes value, Lanes shifted) {
-    Bits bits, k;
-    memcpy(&bits, &value, sizeof(bits));
+// 2^(k + r), where `shifted` is k + MAGIC.
+static INLINE Lanes raise(Lanes r, Lanes shifted) {
+    Lanes root = r * ROOT[DEGREE - 1] + ROOT[DEGREE - 2];
+    UNROLL for (int i = DEGREE - 3; i >= 0; --i) root = root * r + ROOT[i];
+    Bits k, bits;
     memcpy(&k, &shifted, sizeof(k));
-    bits += k << MANTISSA;
-    memcpy(&value, &bits, sizeof(bits));
-    return value;
+#ifdef TABLE
+    Lanes power = part(k);
+#else
+    Lanes power = root * r + T(1);
+#endif
+    memcpy(&bits, &power, sizeof(bits));
+    bits += k << (MANTISSA - PART_BITS);  // k goes to the exponent by an integer addition
+    memcpy(&power, &bits, sizeof(bits));
+#ifdef TABLE
+    power += power * (root * r);
+#endif
+    return power;
 }
 
-// 2^(a b_j) for G rates side by side: one alone is a long chain of dependent operations. The short form needs
-// |a b_j| <= MOST_POWER; the other takes any value and gives the same bits in that range.
-template <int G, bool SHORT>
-static INLINE void powers(Lanes a, const Lanes* b, Lanes* to) {
-    Lanes shifted[G], r[G];
-    UNROLL for (int j = 0; j < G; ++j) shifted[j] = a * b[j] + MAGIC;
-    UNROLL for (int j = 0; j < G; ++j) r[j] = a * b[j] - (shifted[j] - MAGIC);
-    root<G>(r, to);
-    UNROLL for (int j = 0; j < G; ++j) {
-        to[j] = times_power(to[j], shifted[j]);
-        if (SHORT) continue;
-        const Lanes k = shifted[j] - MAGIC;  // not from the product, which is rounded before it enters r
-        to[j] = k < -MOST_POWER ? Lanes{} : to[j];
-        to[j] = (k > MOST_K) | ((k == MOST_K) & (r[j] >= T(0))) ? splat(T(HUGE_VAL)) : to[j];
-        to[j] = k == k ? to[j] : k;
-    }
+// 2^(a b). The short form needs |a b| <= MOST_POWER; the other takes any value and gives the same bits in that range.
+template <bool SHORT>
+static INLINE Lanes power(Lanes a, Lanes b) {
+    const Lanes shifted = a * b + MAGIC, k = shifted - MAGIC, r = a * b - k;
+    if (SHORT) return raise(r, shifted);
+    const Lanes half = k > T(0) ? splat(T(1)) : Lanes{};
+    Lanes to = raise(r, shifted - half);  // half of a large power, because 2^k alone can overflow
+    to += to * half;
+    to = k < -MOST_POWER ? Lanes{} : to;
+    to = (k > MOST_K) | ((k == MOST_K) & (r >= T(0))) ? splat(T(HUGE_VAL)) : to;
+    return k == k ? to : k;
 }
 
-// The functions below take K vectors, for the same reason.
-
-// -|x|
-static INLINE Lanes below_zero(Lanes x) { return x > T(0) ? -x : x; }
-
-// exp(x_j) to full accuracy, also for large x_j; zero below LEAST_EXP.
-template <int K>
-static INLINE void exponentials(const Lanes* x, Lanes* to) {
-    Lanes shifted[K], r[K];
-    UNROLL for (int j = 0; j < K; ++j) {
-        const Lanes bounded = x[j] > MOST_EXP ? splat(MOST_EXP) : x[j];
-        shifted[j] = bounded * LOG2E + MAGIC;
-        const Lanes k = shifted[j] - MAGIC;
-        r[j] = ((bounded - k * LN2_HIGH) - k * LN2_LOW) * LOG2E;
-    }
-    root<K>(r, to);
-    UNROLL for (int j = 0; j < K; ++j) {
-        to[j] = x[j] < LEAST_EXP ? Lanes{} : times_power(to[j], shifted[j]);
-        to[j] = x[j] == x[j] ? to[j] : x[j];
-    }
+// exp(x) to full accuracy for x <= MOST_EXP; zero below LEAST_EXP.
+static INLINE Lanes exponential(Lanes x) {
+    const Lanes shifted = x * LOG2E + MAGIC, k = shifted - MAGIC;
+#ifdef TABLE  // the processor fuses multiplication and addition
+    return x < LEAST_EXP ? Lanes{} : raise((x * LOG2E - k) + x * LOG2E_REST, shifted);
+#else
+    const Lanes found = x < LEAST_EXP ? Lanes{} : raise(((x - k * LN2_HIGH) - k * LN2_LOW) * LOG2E, shifted);
+    return x == x ? found : x;  // the addition to the exponent can make NaN a number
+#endif
 }
+
+// exp(-|x|)
+static INLINE Lanes falling(Lanes x) { return exponential(x > T(0) ? -x : x); }
 
 // log(1 + y) for 0 <= y <= 1 is 2 atanh(w) with w = y / (2 + y): small y keep their digits. The coefficients of w^3, ...
 #ifdef SINGLE
@@ -146,43 +168,37 @@ static const T LOGARITHM[] = {T(0.66666666666666309687), T(0.4000000000015511951
 #endif
 static const int TERMS = sizeof(LOGARITHM) / sizeof(T);
 
-template <int K>
-static INLINE void logs_1_plus(const Lanes* y, Lanes* to) {
-    Lanes w[K], s[K];
-    UNROLL for (int j = 0; j < K; ++j) w[j] = y[j] / (y[j] + T(2));
-    UNROLL for (int j = 0; j < K; ++j) s[j] = w[j] * w[j];
-    UNROLL for (int j = 0; j < K; ++j) to[j] = s[j] * LOGARITHM[TERMS - 1] + LOGARITHM[TERMS - 2];
-    UNROLL for (int i = TERMS - 3; i >= 0; --i)
-        UNROLL for (int j = 0; j < K; ++j) to[j] = to[j] * s[j] + LOGARITHM[i];
-    UNROLL for (int j = 0; j < K; ++j) to[j] = to[j] * s[j] * w[j] + (w[j] + w[j]);
+static INLINE Lanes log_1_plus(Lanes y) {
+    const Lanes w = y / (y + T(2)), s = w * w;
+    Lanes sum = s * LOGARITHM[TERMS - 1] + LOGARITHM[TERMS - 2];
+    UNROLL for (int i = TERMS - 3; i >= 0; --i) sum = sum * s + LOGARITHM[i];
+    return sum * s * w + (w + w);
+}
+
+// x / (1 + exp(-x)): the gate, x times its sigmoid.
+static INLINE Lanes gate(Lanes x) {
+    const Lanes y = falling(x);
+    return x * (x > T(0) ? splat(T(1)) : y) / (y + T(1));
 }
 
 // 1 / (1 + exp(-x)) and 1 minus it, both to full accuracy.
-template <int K>
-static INLINE void sigmoids(const Lanes* x, Lanes* of, Lanes* rest) {
-    Lanes negative[K], y[K];
-    UNROLL for (int j = 0; j < K; ++j) negative[j] = below_zero(x[j]);
-    exponentials<K>(negative, y);
-    UNROLL for (int j = 0; j < K; ++j) {
-        const Lanes large = T(1) / (y[j] + T(1)), small = y[j] * large;
-        of[j] = x[j] > T(0) ? large : small;
-        rest[j] = x[j] > T(0) ? small : large;
-    }
+static INLINE Lanes sigmoid(Lanes x, Lanes& rest) {
+    const Lanes y = falling(x), large = T(1) / (y + T(1)), small = y * large;
+    rest = x > T(0) ? small : large;
+    return x > T(0) ? large : small;
 }
 
-// PyTorch's softplus, which is linear above 20, and with SLOPE its derivative.
-template <int K, bool SLOPE>
-static INLINE void softplus(const Lanes* x, Lanes* to, Lanes* slope) {
-    Lanes negative[K], y[K];
-    UNROLL for (int j = 0; j < K; ++j) negative[j] = below_zero(x[j]);
-    exponentials<K>(negative, y);
-    logs_1_plus<K>(y, to);
-    UNROLL for (int j = 0; j < K; ++j) {
-        to[j] += x[j] > T(0) ? x[j] : Lanes{};
-        to[j] = x[j] > T(20) ? x[j] : to[j];
-        if (SLOPE) {
-            slope[j] = (x[j] > T(0) ? splat(T(1)) : y[j]) / (y[j] + T(1));
-            slope[j] = x[j] > T(20) ? splat(T(1)) : slope[j];
-        }
+// PyTorch's softplus, which is linear above 20, and with SLOPE its derivative. y is exp(-|x|).
+template <bool SLOPE>
+static INLINE Lanes softplus(Lanes x, Lanes y, Lanes& slope) {
+    Lanes to = log_1_plus(y) + (x > T(0) ? x : Lanes{});
+#ifndef SINGLE
+    to = x > T(20) ? x : to;  // in single precision, what is added is less than half a unit
+#endif
+    if (SLOPE) {
+        slope = (x > T(0) ? splat(T(1)) : y) / (y + T(1));
+        slope = x > T(20) ? splat(T(1)) : slope;
     }
+    return to;
 }
+#undef TABLE

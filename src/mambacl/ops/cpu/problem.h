@@ -19,9 +19,9 @@ struct View {  // (b, l, d); `at` is null if the tensor is missing
 };
 
 template <typename T>
-struct Shared {  // B or C (b, l, g, n), the states contiguous
+struct Shared {  // B or C (b, l, g, n); the kernels need contiguous states
     const T* at;
-    long long batch, time, group;
+    long long batch, time, group, state;
 };
 
 template <typename T>

@@ -4,12 +4,19 @@
 // The kernel is compiled once per instruction set, each with its own vector size.
 
 #include <stdlib.h>
+#if defined(__GNUC__) && defined(__x86_64__)
+#include <immintrin.h>
+#ifndef __clang__
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of the intrinsics' own headers
+#endif
+#endif
 
 #include "problem.h"
 
 #ifdef __GNUC__
 #define RESTRICT __restrict__
 #define INLINE inline __attribute__((always_inline))
+#define APART __attribute__((noinline))
 #define PREFETCH(at) __builtin_prefetch(at, 0, 2)
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -19,6 +26,7 @@
 #else
 #define RESTRICT __restrict
 #define INLINE inline
+#define APART
 #define PREFETCH(at)
 #define UNROLL
 #endif
@@ -166,12 +174,24 @@ struct Phase {  // the two phases, in the form that `spread` calls
     }
 };
 
+// Copies B or C with other strides to `to`, the states contiguous.
+template <typename T>
+void line_up(const Problem<T>& p, Shared<T>& M, T* to) {
+    for (long long image = 0; image < p.batch; ++image)
+        for (long long group = 0; group < p.groups; ++group)
+            for (long long t = 0; t < p.length; ++t) {
+                const T* from = M.at + image * M.batch + t * M.time + group * M.group;
+                T* row = to + ((image * p.length + t) * p.groups + group) * p.states;
+                for (long long n = 0; n < p.states; ++n) row[n] = from[n * M.state];
+            }
+    M = {to, p.length * p.groups * p.states, p.groups * p.states, p.states, 1};
+}
+
 enum Failure { NONE, NO_SET, NO_STATES, NO_MEMORY };
 
 template <typename T>
 int run(Problem<T>& p, int set, int threads, Parallel parallel) {
     if (set < 0 || set >= SETS || !available(set)) return NO_SET;
-    if (p.states < 1 || p.states > MOST_STATES) return NO_STATES;
     const bool backward = p.dout.at != nullptr;
     // Chunks of 64 channels, or more if there would be too many; this depends on the shape alone.
     const long long even = (p.width() + 15) / 16;
@@ -206,7 +226,8 @@ struct Arguments {
         view.at = pointer(), view.batch = number(), view.time = number(), view.channel = number();
     }
     void shared(Shared<T>& shared) {
-        shared.at = pointer(), shared.batch = number(), shared.time = number(), shared.group = number();
+        shared.at = pointer(), shared.batch = number(), shared.time = number();
+        shared.group = number(), shared.state = number();
     }
 };
 
@@ -230,7 +251,15 @@ int call(void* const* pointers, const long long* numbers, int set, int threads, 
         p.last = next.pointer();
         next.view(p.out);
     }
-    return run(p, set, threads, parallel);
+    if (p.states < 1 || p.states > MOST_STATES) return NO_STATES;
+    const long long size = p.batch * p.length * p.groups * p.states, copies = (p.B.state != 1) + (p.C.state != 1);
+    T* memory = copies ? static_cast<T*>(malloc(sizeof(T) * copies * size)) : nullptr;
+    if (copies && !memory) return NO_MEMORY;
+    if (p.C.state != 1) line_up(p, p.C, memory + (copies - 1) * size);
+    if (p.B.state != 1) line_up(p, p.B, memory);
+    const int failure = run(p, set, threads, parallel);
+    free(memory);
+    return failure;
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Tiles of TILE times by W channels: read from and written to tensors of any strides. Included after lanes.h.
 //
 // If the channels of a tensor are contiguous, a tile is read in place, row by row. If the times are, as in the public
-// (b, d, l), it is transposed by quads of 16 bytes through a buffer. Any other layout is copied number by number.
+// (b, d, l), it is transposed by quads of 16 bytes: by the forward in registers, by the backward, which reads a tile more
+// than once, through a buffer. Any other layout is copied number by number.
 
 struct Place {
     long long image, step, steps, channel, count;  // steps are times in the order of the scan; `count` <= W channels
@@ -167,6 +168,129 @@ static INLINE void scatter(T* to, long long step, Lanes value, long long count) 
     T row[W];
     store(row, value);
     for (long long i = 0; i < count; ++i) to[i * step] = row[i];
+}
+
+// Q neighbours in memory of each of W channels: as Q vectors of channels, and back.
+#if defined(SINGLE) && BYTES == 64
+static INLINE void load_across(const T* from, long long channel, Lanes* to) {
+    __m512 rows[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+        const T* at = from + i * channel;
+        rows[i] = _mm512_castps128_ps512(_mm_loadu_ps(at));
+        rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps(at + 4 * channel), 1);
+        rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps(at + 8 * channel), 2);
+        rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps(at + 12 * channel), 3);
+    }
+    const __m512 a = _mm512_unpacklo_ps(rows[0], rows[1]), b = _mm512_unpackhi_ps(rows[0], rows[1]);
+    const __m512 c = _mm512_unpacklo_ps(rows[2], rows[3]), d = _mm512_unpackhi_ps(rows[2], rows[3]);
+    to[0] = (Lanes)_mm512_shuffle_ps(a, c, 0x44), to[1] = (Lanes)_mm512_shuffle_ps(a, c, 0xee);
+    to[2] = (Lanes)_mm512_shuffle_ps(b, d, 0x44), to[3] = (Lanes)_mm512_shuffle_ps(b, d, 0xee);
+}
+
+static INLINE void store_across(T* to, long long channel, const Lanes* from) {
+    const __m512 *rows = (const __m512*)from;
+    const __m512 a = _mm512_unpacklo_ps(rows[0], rows[1]), b = _mm512_unpackhi_ps(rows[0], rows[1]);
+    const __m512 c = _mm512_unpacklo_ps(rows[2], rows[3]), d = _mm512_unpackhi_ps(rows[2], rows[3]);
+    const __m512 turned[] = {_mm512_shuffle_ps(a, c, 0x44), _mm512_shuffle_ps(a, c, 0xee),
+                             _mm512_shuffle_ps(b, d, 0x44), _mm512_shuffle_ps(b, d, 0xee)};
+    UNROLL for (int i = 0; i < 4; ++i) {
+        T* at = to + i * channel;
+        _mm_storeu_ps(at, _mm512_castps512_ps128(turned[i]));
+        _mm_storeu_ps(at + 4 * channel, _mm512_extractf32x4_ps(turned[i], 1));
+        _mm_storeu_ps(at + 8 * channel, _mm512_extractf32x4_ps(turned[i], 2));
+        _mm_storeu_ps(at + 12 * channel, _mm512_extractf32x4_ps(turned[i], 3));
+    }
+}
+#elif defined(SINGLE) && BYTES == 32
+static INLINE void load_across(const T* from, long long channel, Lanes* to) {
+    __m256 rows[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+        const __m256 low = _mm256_castps128_ps256(_mm_loadu_ps(from + i * channel));
+        rows[i] = _mm256_insertf128_ps(low, _mm_loadu_ps(from + (i + 4) * channel), 1);
+    }
+    const __m256 a = _mm256_unpacklo_ps(rows[0], rows[1]), b = _mm256_unpackhi_ps(rows[0], rows[1]);
+    const __m256 c = _mm256_unpacklo_ps(rows[2], rows[3]), d = _mm256_unpackhi_ps(rows[2], rows[3]);
+    to[0] = (Lanes)_mm256_shuffle_ps(a, c, 0x44), to[1] = (Lanes)_mm256_shuffle_ps(a, c, 0xee);
+    to[2] = (Lanes)_mm256_shuffle_ps(b, d, 0x44), to[3] = (Lanes)_mm256_shuffle_ps(b, d, 0xee);
+}
+
+static INLINE void store_across(T* to, long long channel, const Lanes* from) {
+    const __m256* rows = (const __m256*)from;
+    const __m256 a = _mm256_unpacklo_ps(rows[0], rows[1]), b = _mm256_unpackhi_ps(rows[0], rows[1]);
+    const __m256 c = _mm256_unpacklo_ps(rows[2], rows[3]), d = _mm256_unpackhi_ps(rows[2], rows[3]);
+    const __m256 turned[] = {_mm256_shuffle_ps(a, c, 0x44), _mm256_shuffle_ps(a, c, 0xee),
+                             _mm256_shuffle_ps(b, d, 0x44), _mm256_shuffle_ps(b, d, 0xee)};
+    UNROLL for (int i = 0; i < 4; ++i) {
+        _mm_storeu_ps(to + i * channel, _mm256_castps256_ps128(turned[i]));
+        _mm_storeu_ps(to + (i + 4) * channel, _mm256_extractf128_ps(turned[i], 1));
+    }
+}
+#else
+static INLINE void load_across(const T* from, long long channel, Lanes* to) {
+    T rows[Q][W];
+    UNROLL for (int c = 0; c < W; c += Q) {
+        Quad quads[Q];
+        UNROLL for (int i = 0; i < Q; ++i) memcpy(&quads[i], from + (c + i) * channel, sizeof(Quad));
+        transpose(quads);
+        UNROLL for (int i = 0; i < Q; ++i) memcpy(rows[i] + c, &quads[i], sizeof(Quad));
+    }
+    UNROLL for (int i = 0; i < Q; ++i) to[i] = load(rows[i]);
+}
+
+static INLINE void store_across(T* to, long long channel, const Lanes* from) {
+    T rows[Q][W];
+    UNROLL for (int i = 0; i < Q; ++i) store(rows[i], from[i]);
+    UNROLL for (int c = 0; c < W; c += Q) {
+        Quad quads[Q];
+        UNROLL for (int i = 0; i < Q; ++i) memcpy(&quads[i], rows[i] + c, sizeof(Quad));
+        transpose(quads);
+        UNROLL for (int i = 0; i < Q; ++i) memcpy(to + (c + i) * channel, &quads[i], sizeof(Quad));
+    }
+}
+#endif
+
+// A tile in memory of which `steps` times of `count` channels exist.
+template <typename U>
+struct Tile {
+    U* at;
+    long long step, channel, steps, count;
+};
+
+template <typename U>
+static INLINE Tile<U> tile_at(const View<U>& view, const Place& place, long long length, bool reverse) {
+    const Rows<U> rows = rows_in_place(view, place, length, reverse);
+    return {rows.at, rows.step, view.channel, place.steps, place.count};
+}
+
+// TOGETHER times are read at once. Beyond the last time of a tile, its last row is repeated.
+static const int TOGETHER = 4;
+
+static INLINE void load_together(Rows<const T> rows, long long t, long long steps, Lanes* to) {
+    UNROLL for (int j = 0; j < TOGETHER; ++j) to[j] = load(rows[least(t + j, steps - 1)]);
+}
+
+static INLINE void load_together(const Tile<const T>& tile, long long t, long long steps, Lanes* to) {
+    if (tile.channel == 1 && tile.count == W) return load_together(Rows<const T>{tile.at, tile.step}, t, steps, to);
+    if (tile.step == 1 && tile.count == W && t + TOGETHER <= steps) {
+        UNROLL for (int j = 0; j < TOGETHER; j += Q) load_across(tile.at + t + j, tile.channel, to + j);
+        return;
+    }
+    for (int j = 0; j < TOGETHER; ++j)
+        to[j] = t + j < steps ? gather(tile.at + (t + j) * tile.step, tile.channel, tile.count) : to[j - 1];
+}
+
+static INLINE void store_together(const Tile<T>& tile, long long t, const Lanes* from) {
+    if (tile.step == 1 && tile.channel != 1 && tile.count == W && t + TOGETHER <= tile.steps) {
+        UNROLL for (int j = 0; j < TOGETHER; j += Q) store_across(tile.at + t + j, tile.channel, from + j);
+        return;
+    }
+    for (int j = 0; j < TOGETHER && t + j < tile.steps; ++j) {
+        T* to = tile.at + (t + j) * tile.step;
+        if (tile.channel == 1)
+            store_some(to, from[j], tile.count);
+        else
+            scatter(to, tile.channel, from[j], tile.count);
+    }
 }
 
 // The sums of the lanes of each of `count` vectors.
