@@ -260,7 +260,7 @@ def test_an_adapter_beside_the_mlp_reads_what_the_norm_reads(family: str) -> Non
 
 def test_where_adapters_go(goldens: Path) -> None:
     assert usual_place(RecordedViT(load_file(goldens / "simplecil_aper.safetensors"))) == "mlp"
-    assert {usual_place(small(family)) for family in FAMILIES} == {"mixer"}
+    assert {usual_place(small(family)) for family in FAMILIES if not family.startswith("vit")} == {"mixer"}
     with pytest.raises(UserError, match=r"no block with norm2 and mlp.*options\.place to mixer"):
         new_method("aper", place="mlp")
     with pytest.raises(UserError, match="place takes"):
