@@ -278,6 +278,7 @@ def test_no_placeholder_is_left_in_the_documentation() -> None:
         assert not any(word in text for word in ("DEMO_", "SPEED_TABLE", "TODO", " xx")), path
         for link in re.findall(r"\]\(((?:docs/)?[\w/.-]+)\)", text):
             assert (path.parent / link).exists(), f"{path}: {link}"
+            assert not link.startswith("../"), f"{path}: {link} is not on the site"
 
 
 def test_another_classifier_drops_the_options_of_the_presets() -> None:

@@ -47,7 +47,7 @@ def test_it_appears_everywhere(worst_task: str, tmp_path: Path, capsys: pytest.C
     assert [table.shown(row[column]) for row in table.rows] == ["60.0 ± 0.0", "60.0", "30.0"]
     assert table.is_best(0, column) and "worst task: the lowest accuracy of a task after the last" in table.notes
 
-    assert "worst_task" in write_report(runs[0]).read_text()
+    assert "worst_<wbr>task" in write_report(runs[0]).read_text()
     assert "worst task" in write_report(runs, tmp_path / "all", imported).read_text()
     compared = compare_with_paper("main", [*records, *imported], MetricNames(accuracy=worst_task))
     page = write_paper_table(compared, tmp_path / "paper").read_text()

@@ -188,7 +188,7 @@ class Page(HTMLParser):
     """Notes every address, and checks what valid HTML asks for: tags closed in order and in the right place, each
     attribute and id once, rows of a table equally long."""
 
-    VOID = ("meta", "img", "br", "hr", "link", "input")
+    VOID = ("meta", "img", "br", "wbr", "hr", "link", "input")
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).resolve().parent / "inside"  # scripts that run in the new environment
 LONGEST = 600  # seconds for one command
+LONGEST_INSTALL = 3600  # PyTorch is 5 GB: a slow line is no fault of the package
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
@@ -132,7 +133,7 @@ class Hour:
 
     def call(
         self, words: Sequence[str | Path], stdin: str = "", out: Path | None = None,
-        before: Callable[[], None] | None = None, variables: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None, variables: Mapping[str, str] | None = None, longest: float = LONGEST,
     ) -> Done:  # fmt: skip
         """Runs a command in the work folder. `out` takes its standard output; `before` runs in the new process."""
         typed = tuple(map(str, words))
@@ -140,7 +141,7 @@ class Hour:
         with open(out, "w") if out is not None else _pipe() as target:
             done = subprocess.run(
                 typed, input=stdin, stdout=target, stderr=subprocess.PIPE, text=True, cwd=self.work,
-                env=dict(variables or self.variables()), timeout=LONGEST, preexec_fn=before,
+                env=dict(variables or self.variables()), timeout=longest, preexec_fn=before,
             )  # fmt: skip
         return Done(typed, done.returncode, done.stdout or "", done.stderr, time.monotonic() - began)
 

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from hour import SOURCE, Hour
+from hour import LONGEST_INSTALL, SOURCE, Hour
 
 EXTRAS = "serve,onnx,openvino"
 FROM_ELSEWHERE = (
@@ -28,7 +28,8 @@ def install(hour: Hour, python: str, wheel: Path | None) -> None:
     # pip with the user's own settings: some machines reach packages only through them
     variables = {**os.environ, "PYTHONNOUSERSITE": "1"}
     variables.pop("PYTHONPATH", None)
-    hour.works("the wheel is installed", hour.call([*pip, "install", "--quiet", named], variables=variables))
+    done = hour.call([*pip, "install", "--quiet", named], variables=variables, longest=LONGEST_INSTALL)
+    hour.works("the wheel is installed", done)
     hour.works("its requirements agree", hour.call([*pip, "check"], variables=variables))
     about = json.loads(hour.works("it can be imported", hour.call([hour.python, "-c", FROM_ELSEWHERE])).out)
     inside = Path(about["file"]).is_relative_to(hour.environment)

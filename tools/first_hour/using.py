@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from hour import SOURCE, Hour
+from hour import LONGEST_INSTALL, SOURCE, Hour
 from images import broken_image, large_png
 from updating import answers, best
 
@@ -93,7 +93,8 @@ def runtime_environment(hour: Hour) -> Path:
         make = ["sh", SOURCE / "tools" / "make_venv.sh", version, folder]
         hour.works("an environment for the runtimes alone is made", hour.call(make, variables=os.environ))
         pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *RUNTIMES]
-        hour.works("ONNX Runtime and OpenVINO are installed", hour.call(pip, variables=os.environ))
+        done = hour.call(pip, variables=os.environ, longest=LONGEST_INSTALL)
+        hour.works("ONNX Runtime and OpenVINO are installed", done)
     return folder
 
 
