@@ -22,15 +22,15 @@ from mambacl.training.loop import Loop
 
 SHARE = 0.05  # of images of known classes that may be called unknown
 CIFAR = {"stream.train_per_class": 40, "features.mirror": "none", "classifier_options": {"width": 3000}}
+OTHERS: dict[str, dict[str, Any]] = {
+    name: {"classifier": name, "classifier_options": {}, "features.depths": "final"} for name in ("lda", "nearest-mean")
+}
 # name -> preset and options
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("demo", {}),
-    "demo, lda": ("demo", {"classifier": "lda", "classifier_options": {}, "features.depths": "final"}),
-    "demo, nearest-mean": (
-        "demo",
-        {"classifier": "nearest-mean", "classifier_options": {}, "features.depths": "final"},
-    ),
+    **{f"demo, {name}": ("demo", options) for name, options in OTHERS.items()},
     "CIFAR-100": ("cifar100-10-nano", CIFAR),
+    **{f"CIFAR-100, {name}": ("cifar100-10-nano", {**CIFAR, **options}) for name, options in OTHERS.items()},
 }
 HELD_BACK = {"demo": 0.2, "cifar100-10-nano": 0.05}  # share of the training images
 IMAGES = ("held back", "test")
