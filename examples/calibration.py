@@ -33,7 +33,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"CIFAR-100, {name}": ("cifar100-10-nano", {**CIFAR, **options}) for name, options in OTHERS.items()},
 }
 HELD_BACK = {"demo": 0.2, "cifar100-10-nano": 0.05}  # share of the training images
-IMAGES = ("held back", "test")
+IMAGES = ("held-back", "test")
 COLUMNS = [
     "classes", "accuracy", "scores as they are", "softmax", "calibrated", "known rejected, asked", "seen",
     "others accepted, promised", "seen, others",
@@ -103,7 +103,7 @@ def main(words: list[str] | None = None) -> None:
             continue
         for images in arguments.only:
             Measuring.measured = {}
-            given = {**options, "stream.validation": HELD_BACK[preset]} if images == "held back" else options
+            given = {**options, "stream.validation": HELD_BACK[preset]} if images == "held-back" else options
             out = Path(arguments.out) / f"{name}-{images}".replace(", ", "-").replace(" ", "-")
             mambacl.train(preset, out=str(out), overwrite=True, loop=Measuring, **root, **given)
             for place, found in Measuring.measured.items():

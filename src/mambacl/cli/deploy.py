@@ -263,8 +263,10 @@ def check_model(model: str) -> None:
         raise UserError(
             f"{model} does not exist: give a run folder, a file from `mambacl export RUN`, or hf://OWNER/NAME."
         )
-    if path.is_dir() and not (path / "config.yaml").is_file():
-        raise UserError(f"{model} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+    if path.is_dir():
+        from mambacl.training.folder import RunFolder
+
+        RunFolder.existing(path)
 
 
 def _files(words: Iterable[str]) -> Iterator[Path]:

@@ -34,7 +34,7 @@ def causal_conv_silu(
     check_channels(x, bias=bias)
     if 2 <= weight.shape[1] <= MOST_TAPS and switch.takes_kernel(x, backend):
         return _causal_conv(x, weight, bias, reverse, silu, same)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() <= SMALL and x.dtype == weight.dtype:
+    if _is_small(x, weight, bias):
         return _by_taps(x, weight, bias, reverse, silu, same)
     return causal_conv_silu_plain(x, weight, bias, reverse=reverse, silu=silu, same=same)
 
@@ -58,6 +58,14 @@ def causal_conv_silu_plain(
         return (F.silu(y) if silu else y).to(x.dtype)
 
 
+def _is_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether to convolve by taps: few values on a CPU, in one dtype. In a traced graph the batch can have any size."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() > SMALL:
+        return False
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return same and x.dtype in (torch.float32, torch.float64)
+
+
 def _by_taps(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, same: bool) -> Tensor:
     """One product per tap, added up."""
     before, after = padding(weight.shape[1], reverse, same)
@@ -68,7 +76,7 @@ def _by_taps(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu
         tokens = padded[:, place : place + length]
         y = tokens * tap if y is None else torch.addcmul(y, tokens, tap)
     assert y is not None
-    return F.silu(y) if silu else y
+    return (F.silu(y) if silu else y).contiguous()
 
 
 def padding(taps: int, reverse: bool, same: bool) -> tuple[int, int]:
