@@ -1,7 +1,8 @@
 """`mambacl bench exports`: exported models in ONNX Runtime and OpenVINO beside ours, on the CPU.
 
-Each model is exported with its scans in every form that `mambacl export` tries. A file whose scores differ from ours by more
-than rounding is not timed. All others and our own model take turns in one process, so that a busy moment affects all.
+Each model is exported with its scans in every form that `mambacl export` tries. A file whose scores differ from ours by
+more than rounding is not timed. All others and our own model take turns in one process, so that a busy moment affects
+all.
 """
 
 import os
