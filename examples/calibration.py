@@ -35,8 +35,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 HELD_BACK = {"demo": 0.2, "cifar100-10-nano": 0.05}  # share of the training images
 IMAGES = ("held-back", "test")
 COLUMNS = [
-    "classes", "accuracy", "scores as they are", "softmax", "calibrated", "known rejected, asked", "seen",
-    "others accepted, promised", "seen, others",
+    "classes", "accuracy", "error, raw", "error, softmax", "error, calibrated", "known rejected",
+    "others accepted, estimated", "others accepted",
 ]  # fmt: skip
 
 
@@ -60,20 +60,20 @@ class Measuring(Loop):
         assert calibration is not None, method.why_not_calibrated()
         rates = calibration.rejecting(SHARE)
         kinds = {
-            "scores as they are": as_probabilities(scores, method.classifier.estimates_probabilities),
-            "softmax": torch.softmax(scores, dim=1),
-            "calibrated": calibration.probabilities(scores),
+            "error, raw": as_probabilities(scores, method.classifier.estimates_probabilities),
+            "error, softmax": torch.softmax(scores, dim=1),
+            "error, calibrated": calibration.probabilities(scores),
         }
         found = {"classes": scores.shape[1], "accuracy": 100 * float((scores.argmax(1) == labels).double().mean())}
         for name, probabilities in kinds.items():
             confidences, answers = probabilities.max(1)
             found[name] = 100 * calibration_error(confidences.tolist(), (answers == labels).tolist())
         rejected = calibration.probabilities(scores).amax(1) < rates.threshold
-        found |= {"known rejected, asked": 100 * SHARE, "seen": 100 * float(rejected.double().mean())}
+        found["known rejected"] = 100 * float(rejected.double().mean())
         if len(foreign[0]):
             accepted = calibration.probabilities(foreign[0]).amax(1) >= rates.threshold
-            found["others accepted, promised"] = 100 * rates.false_acceptances
-            found["seen, others"] = 100 * float(accepted.double().mean())
+            found["others accepted, estimated"] = 100 * rates.false_acceptances
+            found["others accepted"] = 100 * float(accepted.double().mean())
         return {name: round(value, 2) for name, value in found.items()}
 
     def _all_scores(self, tasks: range) -> tuple[Tensor, Tensor]:
