@@ -101,9 +101,7 @@ def ship(
     text = described(predictor, preprocessing)
     many = given.repeat(-(-batch // len(given)), 1, 1, 1)[:batch]
     theirs, ours = module.inputs(many), predictor.transforms.normalize(predictor.transforms.cropped(many))
-    [our_speed] = per_second(
-        {"": partial(predictor.scores, ours)}, batch
-    ).values()  # before other threads wait for work
+    our_speed = per_second({"": partial(predictor.scores, ours)}, batch)[""]  # before other threads wait for work
     with writing(path), tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
         tried: dict[str, Path] = {}
         for one in kind.forms if form == AUTO else (form,):
@@ -127,8 +125,7 @@ def ship(
             os.replace(file, target)
     return Shipped(
         tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(given),
-        source, difference, allowed, by_file, by_levels, same, best, batch, speeds[best], speeds,
-        our_speed,
+        source, difference, allowed, by_file, by_levels, same, best, batch, speeds[best], speeds, our_speed,
     )  # fmt: skip
 
 
