@@ -43,7 +43,7 @@ COLUMNS = [
 class Measuring(Loop):
     """Measures after half of the tasks and after all."""
 
-    measured: dict[str, dict[str, float]]
+    measured: dict[str, dict[str, Any]]
 
     def _end_task(self, task: int) -> None:
         super()._end_task(task)
@@ -53,7 +53,7 @@ class Measuring(Loop):
             Measuring.measured[places[task]] = self.measure(task)
 
     @torch.no_grad()
-    def measure(self, task: int) -> dict[str, float]:
+    def measure(self, task: int) -> dict[str, Any]:
         known, foreign = self._all_scores(range(task + 1)), self._all_scores(range(task + 1, len(self.stream.tasks)))
         scores, labels = known
         method, calibration = self.method, self.method.calibration
@@ -64,7 +64,7 @@ class Measuring(Loop):
             "error, softmax": torch.softmax(scores, dim=1),
             "error, calibrated": calibration.probabilities(scores),
         }
-        found = {"classes": scores.shape[1], "accuracy": 100 * float((scores.argmax(1) == labels).double().mean())}
+        found = {"accuracy": 100 * float((scores.argmax(1) == labels).double().mean())}
         for name, probabilities in kinds.items():
             confidences, answers = probabilities.max(1)
             found[name] = 100 * calibration_error(confidences.tolist(), (answers == labels).tolist())
@@ -74,7 +74,7 @@ class Measuring(Loop):
             accepted = calibration.probabilities(foreign[0]).amax(1) >= rates.threshold
             found["others accepted, estimated"] = 100 * rates.false_acceptances
             found["others accepted"] = 100 * float(accepted.double().mean())
-        return {name: round(value, 2) for name, value in found.items()}
+        return {"classes": str(scores.shape[1]), **{name: round(value, 2) for name, value in found.items()}}
 
     def _all_scores(self, tasks: range) -> tuple[Tensor, Tensor]:
         """Mean scores over views and labels of the images of these tasks that are evaluated."""

@@ -59,9 +59,9 @@ def accuracies(record: Mapping[str, Any], name: str) -> str:
 
 
 def _value(value: float | str | Sequence[float]) -> str:
-    if isinstance(value, str | int):
-        return str(value)
-    return f"{value:.1f}" if isinstance(value, float) else "±".join(f"{part:.1f}" for part in value)
+    if isinstance(value, str):
+        return value
+    return f"{value:.1f}" if isinstance(value, float | int) else "±".join(f"{part:.1f}" for part in value)
 
 
 def markdown(record: Mapping[str, Any]) -> str:
