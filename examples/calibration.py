@@ -22,28 +22,28 @@ from mambacl.training.loop import Loop
 
 SHARE = 0.05  # of images of known classes that may be called unknown
 CIFAR = {"stream.train_per_class": 40, "features.mirror": "none", "classifier_options": {"width": 3000}}
+OTHERS: dict[str, dict[str, Any]] = {
+    name: {"classifier": name, "classifier_options": {}, "features.depths": "final"} for name in ("lda", "nearest-mean")
+}
 # name -> preset and options
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("demo", {}),
-    "demo, lda": ("demo", {"classifier": "lda", "classifier_options": {}, "features.depths": "final"}),
-    "demo, nearest-mean": (
-        "demo",
-        {"classifier": "nearest-mean", "classifier_options": {}, "features.depths": "final"},
-    ),
+    **{f"demo, {name}": ("demo", options) for name, options in OTHERS.items()},
     "CIFAR-100": ("cifar100-10-nano", CIFAR),
+    **{f"CIFAR-100, {name}": ("cifar100-10-nano", {**CIFAR, **options}) for name, options in OTHERS.items()},
 }
 HELD_BACK = {"demo": 0.2, "cifar100-10-nano": 0.05}  # share of the training images
-IMAGES = ("held back", "test")
+IMAGES = ("held-back", "test")
 COLUMNS = [
-    "classes", "accuracy", "scores as they are", "softmax", "calibrated", "known rejected, asked", "seen",
-    "others accepted, promised", "seen, others",
+    "classes", "accuracy", "error, raw", "error, softmax", "error, calibrated", "known rejected",
+    "others accepted, estimated", "others accepted",
 ]  # fmt: skip
 
 
 class Measuring(Loop):
     """Measures after half of the tasks and after all."""
 
-    measured: dict[str, dict[str, float]]
+    measured: dict[str, dict[str, Any]]
 
     def _end_task(self, task: int) -> None:
         super()._end_task(task)
@@ -53,28 +53,28 @@ class Measuring(Loop):
             Measuring.measured[places[task]] = self.measure(task)
 
     @torch.no_grad()
-    def measure(self, task: int) -> dict[str, float]:
+    def measure(self, task: int) -> dict[str, Any]:
         known, foreign = self._all_scores(range(task + 1)), self._all_scores(range(task + 1, len(self.stream.tasks)))
         scores, labels = known
         method, calibration = self.method, self.method.calibration
         assert calibration is not None, method.why_not_calibrated()
         rates = calibration.rejecting(SHARE)
         kinds = {
-            "scores as they are": as_probabilities(scores, method.classifier.estimates_probabilities),
-            "softmax": torch.softmax(scores, dim=1),
-            "calibrated": calibration.probabilities(scores),
+            "error, raw": as_probabilities(scores, method.classifier.estimates_probabilities),
+            "error, softmax": torch.softmax(scores, dim=1),
+            "error, calibrated": calibration.probabilities(scores),
         }
-        found = {"classes": scores.shape[1], "accuracy": 100 * float((scores.argmax(1) == labels).double().mean())}
+        found = {"accuracy": 100 * float((scores.argmax(1) == labels).double().mean())}
         for name, probabilities in kinds.items():
             confidences, answers = probabilities.max(1)
             found[name] = 100 * calibration_error(confidences.tolist(), (answers == labels).tolist())
         rejected = calibration.probabilities(scores).amax(1) < rates.threshold
-        found |= {"known rejected, asked": 100 * SHARE, "seen": 100 * float(rejected.double().mean())}
+        found["known rejected"] = 100 * float(rejected.double().mean())
         if len(foreign[0]):
             accepted = calibration.probabilities(foreign[0]).amax(1) >= rates.threshold
-            found["others accepted, promised"] = 100 * rates.false_acceptances
-            found["seen, others"] = 100 * float(accepted.double().mean())
-        return {name: round(value, 2) for name, value in found.items()}
+            found["others accepted, estimated"] = 100 * rates.false_acceptances
+            found["others accepted"] = 100 * float(accepted.double().mean())
+        return {"classes": str(scores.shape[1]), **{name: round(value, 2) for name, value in found.items()}}
 
     def _all_scores(self, tasks: range) -> tuple[Tensor, Tensor]:
         """Mean scores over views and labels of the images of these tasks that are evaluated."""
@@ -103,7 +103,7 @@ def main(words: list[str] | None = None) -> None:
             continue
         for images in arguments.only:
             Measuring.measured = {}
-            given = {**options, "stream.validation": HELD_BACK[preset]} if images == "held back" else options
+            given = {**options, "stream.validation": HELD_BACK[preset]} if images == "held-back" else options
             out = Path(arguments.out) / f"{name}-{images}".replace(", ", "-").replace(" ", "-")
             mambacl.train(preset, out=str(out), overwrite=True, loop=Measuring, **root, **given)
             for place, found in Measuring.measured.items():

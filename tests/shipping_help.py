@@ -92,8 +92,7 @@ def predictor(family: str = "defocus", **options: Any) -> Predictor:
             method.finish_task(batches)
             if method.classifier.updates:
                 method.fit_classifier(batches)
-    data: Any = model.default_cfg
-    transforms = Transforms(config.stream.transforms, SIZE, list(data["mean"]), list(data["std"]))
+    transforms = Transforms.of_model(config.stream.transforms, model)
     names = [f"class {number}" for number in range(5)] + ["猫"]
     description = Description(names, config, transforms.describe()["evaluation"], "MIT", {"name": "small"})
     return Predictor(method, transforms, description, torch.device("cpu"))

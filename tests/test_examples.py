@@ -37,13 +37,13 @@ def test_the_calibration_is_measured_half_way_and_at_the_end(monkeypatch, tmp_pa
     calibration.main(["--out", str(tmp_path / "runs"), "--json", str(path)])
     record = json.loads(path.read_text())
     names = [
-        f"small, {place}, {images}" for images in ("held back", "test") for place in ("half of the tasks", "all tasks")
+        f"small, {place}, {images}" for images in ("held-back", "test") for place in ("half of the tasks", "all tasks")
     ]
-    assert list(record["rows"]) == names and list(record["tables"]) == ["held back", "test"]
+    assert list(record["rows"]) == names and list(record["tables"]) == ["held-back", "test"]
     half, whole = (record["rows"][name] for name in names[2:])
-    assert (half["classes"], whole["classes"]) == (4, 10)
-    assert 0 <= half["seen, others"] <= 100 and "seen, others" not in whole
-    assert all(0 <= whole[column] <= 100 for column in calibration.COLUMNS[:7])
+    assert (half["classes"], whole["classes"]) == ("4", "10")
+    assert 0 <= half["others accepted"] <= 100 and "others accepted" not in whole
+    assert all(0 <= whole[column] <= 100 for column in calibration.COLUMNS[1:6])
     assert accuracies(record, "test").count("\n") == 4
 
 

@@ -134,6 +134,23 @@ def test_bad_features_are_refused_and_change_nothing() -> None:
         taught(*some(10), ridge=0.0)
 
 
+def test_what_is_solved_in_inference_mode_can_be_changed_later() -> None:
+    features, labels = some()
+    asked, plain = (Ridge(D, **PLAIN) for _ in range(2))
+    for classifier in (asked, plain):
+        classifier.update(features[:60], labels[:60])
+        with torch.inference_mode(classifier is asked), torch.no_grad():
+            classifier.scores(features)
+        classifier.finish_task()
+        classifier.update(features[60:70], labels[60:70])
+        with torch.inference_mode(classifier is asked), torch.no_grad():
+            classifier.scores(features)
+        classifier.favour_rare(2)
+        classifier.update(features[70:], labels[70:])
+        classifier.finish_task()
+    assert torch.equal(asked.scores(features), plain.scores(features))
+
+
 def test_classes_with_few_images_are_favoured_by_a_square_root() -> None:
     features = torch.randn(90, 12, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0] * 40 + [1] * 40 + [2] * 10)

@@ -164,6 +164,16 @@ def test_what_is_no_image_is_refused(predictor: Predictor, given: Any, words: st
         predictor.predict(given)
 
 
+def test_scores_can_be_differentiated_further(predictor: Predictor) -> None:
+    """They are computed in inference mode, but do not stay tensors of that mode."""
+    size = predictor.transforms.size
+    scores = predictor.scores(torch.zeros(2, 3, size, size))
+    assert not scores.is_inference() and not scores.requires_grad
+    scale = torch.ones((), requires_grad=True)
+    (scale * scores).sum().backward()
+    assert_near(scale.grad, scores.sum(), scores.numel(), size=scores.abs().max().item())  # type: ignore[arg-type]
+
+
 def test_scores_need_normalised_images(predictor: Predictor) -> None:
     for images in (torch.zeros(1, 3, 8, 8), torch.zeros(3, 16, 16), torch.zeros(1, 3, 16, 16, dtype=torch.uint8)):
         with pytest.raises(UserError, match="make them with `transform`"):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.shipping import Shipped, ship
 from mambacl.errors import UserError
 from mambacl.ops import scan_tokens
-from mambacl.ops.scan_traced import traced
+from mambacl.ops.scan_traced import FORMS, traced
 
 RIDGE: dict[str, Any] = {
     "method": "analytic", "features": {"mirror": "both"}, "classifier_options": {"width": 63},
@@ -36,12 +37,12 @@ def shipped(
     model: Predictor, folder: Path, to: str, images: list[torch.Tensor] | None = None, **options: Any
 ) -> Shipped:
     path = folder / f"model{foreign.FORMATS[to].suffix}"
-    return ship(model, path, to, images or pictures(8), "random", batch=2, **options)
+    return ship(model, path, to, images or pictures(8), "random", **{"batch": 2, **options})
 
 
-def check(model: Predictor, folder: Path, to: str, preprocessing: bool = False) -> Shipped:
+def check(model: Predictor, folder: Path, to: str, preprocessing: bool = False, **options: Any) -> Shipped:
     """Ships a model and compares what it answers elsewhere, at three batch sizes."""
-    done = shipped(model, folder, to, preprocessing=preprocessing)
+    done = shipped(model, folder, to, preprocessing=preprocessing, **options)
     given = torch.stack(pictures(8, seed=5))
     images = given.permute(0, 2, 3, 1).contiguous() if preprocessing else model.transforms.normalize(given)
     expected = model.scores(model.transforms.normalize(given))
@@ -55,6 +56,9 @@ def check(model: Predictor, folder: Path, to: str, preprocessing: bool = False) 
     assert done.images_per_second > 0 and done.our_images_per_second > 0 and done.source == "random"
     assert done.bytes == sum(Path(file).stat().st_size for file in done.files)
     assert not [file for file in folder.iterdir() if file.name.startswith(".")]
+    if to != "pt2":
+        here = str(Path(shipping.__file__).parents[2]).encode()
+        assert not any(here in Path(file).read_bytes() for file in done.files)  # no path of this machine
     return done
 
 
@@ -74,7 +78,7 @@ def test_onnx_of_ridge_with_depths_mirror_and_preprocessing(tmp_path: Path) -> N
 
     model = predictor("vim", **RIDGE)
     assert len(model.method.reader.indices) == 2 and len(model.method.views(torch.zeros(1, 3, 2, 2))) == 2
-    done = check(model, tmp_path, "onnx", preprocessing=True)
+    done = check(model, tmp_path, "onnx", preprocessing=True, form="loop")
     stored = onnx.load(done.files[0])
     text = {entry.key: entry.value for entry in stored.metadata_props}
     assert_described(text, model)
@@ -89,6 +93,46 @@ def assert_described(text: dict[str, str], model: Predictor) -> None:
     assert json.loads(text["preprocessing"]) == model.description.preprocessing and text["licence"] == "MIT"
     about = json.loads(text["mambacl.export"])
     assert about["input"] == "uint8 (n, height, width, 3), RGB" and about["scores"] == "estimates of the probabilities"
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("form", FORMS)
+def test_onnx_of_each_form(form: str, tmp_path: Path) -> None:
+    needs("onnx")
+    import onnx
+
+    done = check(predictor("defocus", method="frozen"), tmp_path, "onnx", form=form)
+    assert done.form == form and list(done.images_per_second_by_form) == [form]
+    kinds = [node.op_type for node in onnx.load(done.files[0]).graph.node]
+    assert kinds.count("Scan") == (2 if form == "loop" else 0)  # one per block
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@pytest.mark.parametrize("fast", ["loop", "chunked"])
+def test_the_fastest_form_is_written(to: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(to)
+    measured, batches = shipping.per_second, []
+
+    def slowed(calls: Any, batch: int) -> dict[str, float]:
+        batches.append(batch)
+        found = measured(calls, batch)
+        return {form: speed * (1e6 if form == fast else 1) for form, speed in found.items()}
+
+    monkeypatch.setattr(shipping, "per_second", slowed)
+    done = check(predictor("defocus", method="frozen"), tmp_path, to, batch=5)
+    assert done.form == fast and list(done.images_per_second_by_form) == ["loop", "chunked"]
+    assert done.images_per_second == max(done.images_per_second_by_form.values()) and batches == [5, 5]
+    graph = Path(done.files[-1]).read_bytes()
+    assert ((b"Scan" if to == "onnx" else b"TensorIterator") in graph) == (fast == "loop")
+
+
+def test_calls_are_timed_in_turns() -> None:
+    order: list[str] = []
+    found = shipping.per_second({name: partial(order.append, name) for name in "ab"}, 4)
+    assert order == [*"aabb", *"ab" * shipping.FEWEST] and all(speed > 0 for speed in found.values())
 
 
 @pytest.mark.slow
@@ -257,6 +301,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match=rf"needs the package {to}.*mambacl\[{to}\]"):
             shipping.checked(to, Path(f"a{foreign.FORMATS[to].suffix}"))
     assert shipping.checked("pt2", Path("a.pt2")).name == "pt2"
+
+
+def test_pt2_has_no_loop() -> None:
+    with pytest.raises(UserError, match="A file for pt2 has no loops: choose --form chunked"):
+        shipping.checked("pt2", Path("a.pt2"), "loop")
 
 
 @pytest.mark.extras

@@ -51,7 +51,7 @@ def test_the_command_states_speeds_and_takes_files(
     assert main(["export", str(run), "--to", "pt2", "--batch-size", "2"]) == 0
     out = capsys.readouterr().out
     assert "small.pt2: " in out and "Compared in torch.export on 64 images (test images of the run)" in out
-    assert "Images per second on this CPU, 2 per batch: " in out and "in mambacl" in out
+    assert re.search(r"this CPU, 2 per call: \d+ in mambacl; in torch.export, .*: chunked \d+\. .* form chunked\.", out)
     mambacl.load(run).save("model.safetensors")
     write_images([tmp_path / "photos" / f"{i}.png" for i in range(2)])
     words = ["--to", "pt2", "--images", "photos", "--preprocessing", "--batch-size", "2", "--json"]
@@ -59,6 +59,7 @@ def test_the_command_states_speeds_and_takes_files(
     found = json.loads(capsys.readouterr().out)
     assert found["files"] == ["model.pt2"] and found["images"] == 2 and found["source"] == "photos"
     assert found["preprocessing"] and found["images_per_second"] > 0 and found["our_images_per_second"] > 0
+    assert found["form"] == "chunked" and found["images_per_second_by_form"] == {"chunked": found["images_per_second"]}
     model = torch.export.load("model.pt2").module()
     assert model(torch.zeros(5, 16, 16, 3, dtype=torch.uint8)).shape == (5, 10)
 
@@ -73,6 +74,8 @@ def test_mistakes_of_an_export(run: Path, tmp_path: Path, capsys: pytest.Capture
         (["export", str(run), "--to", "tflite"], "safetensors"),
         (["export", str(file)], "only a run can be exported to safetensors"),
         (["export", str(run), "--preprocessing"], "need another format"),
+        (["export", str(run), "--form", "loop"], "need another format"),
+        ([*pt2, str(tmp_path / "a.pt2"), "--form", "loop"], "has no loops"),
         (["export", str(file), "--to", "pt2"], "--images FOLDER"),
         ([*pt2, str(tmp_path / "model.onnx")], "must end in .pt2"),
         ([*pt2, str(tmp_path / "other.pt2")], "is not an exported model"),
@@ -186,7 +189,7 @@ def test_a_broken_graph_leaves_the_old_file(
     monkeypatch.setattr(onnx_graph, "onnx_model", broken)
     path = tmp_path / f"model{FORMATS[to].suffix}"
     path.write_bytes(b"mambacl.export of yesterday")
-    words = ("--to", to, "--out", str(path))
+    words = ("--to", to, "--out", str(path), "--form", "loop")
     assert "differ from ours by" in fails(capsys, "export", str(run), *words)
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes().endswith(b"yesterday")
 

@@ -6,17 +6,20 @@ Without a CUDA device the kernels run in Triton's interpreter, on the CPU.
 import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from kernels_help import DEVICE, kernels, poisoned
-from ops_help import TOLERANCES, compare, half, normal, normalized
+from ops_help import TOLERANCES, compare, differentiated, half, normal, normalized
+from tolerance import assert_near
 from torch import Tensor
 
 from mambacl import ops
 from mambacl.backbones.layers import RMSNorm
 from mambacl.ops import conv, gate, norm, rotary
+from mambacl.ops.conv import causal_conv_silu_plain as plain_convolution
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -31,6 +34,33 @@ def test_the_plain_convolution_is_torchs(taps: int, reverse: bool, same: bool) -
     wanted = F.silu(wanted.flip(1) if reverse else wanted)
     found = conv.causal_conv_silu_plain(x, weight, bias, reverse=reverse, same=same)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("taps", [1, 2, 3, 4, 8])
+def test_small_convolutions_are_the_plain_one(
+    taps: int, reverse: bool, same: bool, silu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU they are sums over taps; gradients included."""
+    options: dict[str, Any] = {"reverse": reverse, "same": same, "silu": silu}
+    monkeypatch.setattr(conv, "causal_conv_silu_plain", None)  # must not be called
+    for tensors in ([normal(2, 9, 5), normal(5, taps), normal(5)], [normal(2, 9, 5).mT, normal(9, taps)]):
+        inputs = [tensor.cpu() for tensor in tensors]
+        found = differentiated(partial(ops.causal_conv_silu, **options), inputs)
+        wanted = differentiated(partial(plain_convolution, **options), inputs)
+        assert found[0].is_contiguous()
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_near(ours, theirs, 2 * 9 * taps, size=max(1.0, theirs.abs().max().item()))
+
+
+def test_large_and_mixed_convolutions_are_not_summed_by_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv, "_by_taps", None)
+    large = torch.zeros(2, conv.SMALL // 8 + 1, 4)
+    for x, weight in ((large, torch.ones(4, 3)), (torch.zeros(1, 2, 4), torch.ones(4, 3, dtype=torch.float64))):
+        assert ops.causal_conv_silu(x, weight).shape == x.shape
+    assert ops.causal_conv_silu(torch.zeros(1, 2, 4, dtype=torch.bfloat16), torch.ones(4, 3)).dtype == torch.bfloat16
 
 
 @kernels

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from mambacl.errors import UserError
 from mambacl.pretraining import PretrainConfig, loop, pretrain
 from mambacl.pretraining.loop import CHECKPOINT, Pretraining
 from mambacl.pretraining.schedule import ByClock
+from mambacl.training import display
 from mambacl.training.checkpoints import Background
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import TrainingError
 from mambacl.training.progress import Progress, State
+from mambacl.training.watching import look
 
 LEARNS = {"epochs": 12, "batch_size": 12, "lr": 5e-3, "ema": 0.9, "mix_share": 0.2, "drop_path": 0.0,
           "jitter": 0.1, "erase": 0.1, "stream": {"dataset": NAME, "transforms": {"augment": "flip"}}}  # fmt: skip
@@ -59,6 +63,41 @@ def test_an_interrupted_training_ends_the_same(epochs: int, tmp_path: Path, monk
         for folder in (whole, parts)
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 6
+
+
+def test_watch_follows_a_pretraining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    seen: list[str] = []
+    trained = Pretraining._train_epoch
+
+    def watched(self: Pretraining, *arguments: Any) -> None:
+        trained(self, *arguments)
+        seen.append("\n".join(look(folder).lines()))
+
+    monkeypatch.setattr(Pretraining, "_train_epoch", watched)
+    monkeypatch.setattr(display, "WRITTEN", 0.0)
+    assert look(folder).status == "waiting"
+    with monkeypatch.context() as patch:
+        stop_after(patch, Pretraining, "_save", 2)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(out=str(folder), **OPTIONS)
+    assert "running, epoch 3/4 " in seen[2] and "after epoch 2: top-1 " in seen[2]
+    written = RunFolder(folder).progress()
+    RunFolder(folder).write_progress({**written, "notes": {**written["notes"], "pid": ended_process()}})
+    assert main(["watch", str(folder)]) == 1
+    assert "The same command `mambacl pretrain` continues it." in capsys.readouterr().out
+    pretrain(out=str(folder), **OPTIONS)
+    assert main(["watch", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"{folder}: finished\n  last epoch (4): loss " in out and "after epoch 4: top-1 " in out
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 @pytest.mark.parametrize("every, interrupted", [(0.0, True), (1e9, False)])

@@ -1,7 +1,8 @@
 """`mambacl bench exports`: exported models in ONNX Runtime and OpenVINO beside ours, on the CPU.
 
-Each model is exported with its scans in every form (`ops.scan_traced`). A file whose scores differ from ours by more
-than rounding is not timed. All others and our own model take turns in one process, so that a busy moment affects all.
+Each model is exported with its scans in every form that `mambacl export` tries. A file whose scores differ from ours by
+more than rounding is not timed. All others and our own model take turns in one process, so that a busy moment affects
+all.
 """
 
 import os
@@ -31,7 +32,6 @@ from mambacl.deploy.graph import Scores, exported
 from mambacl.deploy.predictor import Predictor
 from mambacl.deploy.shipping import compared
 from mambacl.methods import METHODS, Task
-from mambacl.ops.scan_traced import FORMS
 from mambacl.reports.rendering import pipe_table
 from mambacl.training.build import setup_of
 
@@ -71,7 +71,7 @@ OWN: System = (OURS.name, "")
 
 def bench_exports(
     cases: Sequence[Case] = CASES,
-    forms: Sequence[str] = FORMS,
+    forms: Sequence[str] = FORMATS["onnx"].forms,
     rounds: int = 9,
     json_file: Path | None = None,
 ) -> dict[str, Any]:
@@ -158,8 +158,7 @@ def untrained(case: Case) -> Predictor:
     model: Any = build(case, device)
     method = METHODS.get(config.method)(model, setup_of(config))
     method.start_task(Task(0, CLASSES, 0, seed=0))
-    data = model.default_cfg
-    transforms = Transforms(config.stream.transforms, data["input_size"][-1], list(data["mean"]), list(data["std"]))
+    transforms = Transforms.of_model(config.stream.transforms, model)
     names = [str(label) for label in range(CLASSES)]
     return Predictor(method, transforms, Description(names, config, [], NO_WEIGHTS), device)
 

@@ -323,6 +323,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         x, drawn = features.to(self.dtype), self._draw()
         return lift(x, self.center, self.scale, drawn, str(self.options.activation))[:, : self.units]
 
+    @torch.inference_mode(False)  # so that what is computed once can be updated later
     @torch.no_grad()
     def forward(self, features: Tensor) -> Tensor:
         """Estimates of the classes' probabilities; minus infinity for a class without images."""

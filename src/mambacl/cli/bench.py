@@ -113,7 +113,7 @@ def bench_exports(
 ) -> None:
     """compare exported nano models with ours on the CPU: `mambacl bench exports --json export-speed.json`
 
-    In ONNX Runtime and OpenVINO, with the scan as a loop, chunked and unrolled; one thread and two, one image and 32.
+    In ONNX Runtime and OpenVINO, with the scan as a loop and chunked; one thread and two, one image and 32.
     Install the runtimes with pip install 'mambacl[onnx,openvino]'."""
     from mambacl.bench.exports import bench_exports as measure
 

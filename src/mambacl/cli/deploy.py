@@ -154,17 +154,23 @@ def export(
     out: Annotated[Path | None, "file to write; default: the run's name in this folder"] = None,
     preprocessing: Annotated[bool, "take uint8 images of any size, and prepare them (not for safetensors)"] = False,
     images: Annotated[Path | None, "images to compare on; default: test images of the run"] = None,
-    batch_size: Annotated[int, "images per batch when the speed is measured", at_least(1)] = 32,
+    form: Annotated[
+        Literal["auto", "loop", "chunked", "unrolled"], "of the scan; auto: the faster one of loop and chunked"
+    ] = "auto",
+    batch_size: Annotated[
+        int, "images that you will give to the model per call; auto and the speeds are for it", at_least(1)
+    ] = 1,
     json_: Annotated[bool, "print JSON"] = False,
 ) -> None:
     """write a model to a file, to predict with: `mambacl export RUN --to onnx --out model.onnx`
 
     safetensors, which `mambacl predict` and `mambacl.load` read, takes a run. The other formats run without mambacl;
-    they are written only if their scores of real images are the same, and their speed is printed beside ours."""
+    they are written only if their scores of real images are the same, and their speed is printed beside ours. The form
+    of the scan is what is fastest on this machine."""
     check_model(run)
     if to == "safetensors":
-        if preprocessing or images is not None:
-            raise UserError("--preprocessing and --images need another format: add --to onnx, openvino or pt2.")
+        if preprocessing or images is not None or form != "auto":
+            raise UserError("--preprocessing, --images and --form need another format: add --to onnx, openvino or pt2.")
         if is_address(run):
             raise UserError(f"{run} is a safetensors file already: get it with `mambacl pull`.")
         place = expanded(run)
@@ -172,7 +178,7 @@ def export(
             raise UserError(f"{run} is a file, and only a run can be exported to safetensors: give a run folder.")
         _export_safetensors(place, out or Path(f"{place.resolve().name}.{to}"), json_)
     else:
-        _ship(run, to, out, preprocessing, images, batch_size, json_)
+        _ship(run, to, out, preprocessing, images, form, batch_size, json_)
 
 
 def _export_safetensors(run: Path, path: Path, as_json: bool) -> None:
@@ -189,7 +195,14 @@ def _export_safetensors(run: Path, path: Path, as_json: bool) -> None:
 
 
 def _ship(
-    run: str, to: str, out: Path | None, preprocessing: bool, folder: Path | None, batch: int, as_json: bool
+    run: str,
+    to: str,
+    out: Path | None,
+    preprocessing: bool,
+    folder: Path | None,
+    form: str,
+    batch: int,
+    as_json: bool,
 ) -> None:
     if folder is None and (is_address(run) or expanded(run).is_file()):
         raise UserError(f"{run} is a file without images: name some to compare on with --images FOLDER.")
@@ -199,12 +212,12 @@ def _ship(
         from mambacl.deploy.shipping import checked, folder_images, run_images, ship
 
         path = out or Path(f"{_name(run)}{FORMATS[to].suffix}")
-        checked(to, path)
+        checked(to, path, form)
         model = load(run, "cpu")
         images = run_images(expanded(run)) if folder is None else folder_images(folder)
     source = "test images of the run" if folder is None else str(folder)
-    with status(f"exporting to {to}, which can take a minute"):
-        done = ship(model, path, to, images, source, preprocessing=preprocessing, batch=batch)
+    with status(f"exporting to {to}, which can take some minutes"):
+        done = ship(model, path, to, images, source, preprocessing=preprocessing, form=form, batch=batch)
     if as_json:
         print(json.dumps(done.as_dict(), ensure_ascii=False, indent=1))
         return
@@ -218,9 +231,10 @@ def _ship(
             f"If the model resizes the images, scores differ by at most {done.resized_difference:.2g} (one grey level "
             f"allows {done.resized_allowed:.2g})."
         )
+    speeds = ", ".join(f"{name} {speed:.0f}" for name, speed in done.images_per_second_by_form.items())
     print(
-        f"Images per second on this CPU, {done.batch} per batch: {done.images_per_second:.0f} in {done.runtime}, "
-        f"{done.our_images_per_second:.0f} in mambacl."
+        f"Images per second on this CPU, {done.batch} per call: {done.our_images_per_second:.0f} in mambacl; in "
+        f"{done.runtime}, by the form of the scan: {speeds}. The file has the form {done.form}."
     )
     if model.description.config.precision == "bf16":
         print("The run used bf16; the exported model computes in float32.")
@@ -249,8 +263,10 @@ def check_model(model: str) -> None:
         raise UserError(
             f"{model} does not exist: give a run folder, a file from `mambacl export RUN`, or hf://OWNER/NAME."
         )
-    if path.is_dir() and not (path / "config.yaml").is_file():
-        raise UserError(f"{model} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+    if path.is_dir():
+        from mambacl.training.folder import RunFolder
+
+        RunFolder.existing(path)
 
 
 def _files(words: Iterable[str]) -> Iterator[Path]:

@@ -108,8 +108,10 @@ def _check_run(run: str) -> None:
     """Refuses a mistyped path before PyTorch is imported. A file gets a sentence about exported models later."""
     refuse_address(run)
     place = expanded(run)
-    if not place.is_file() and not (place / "config.yaml").is_file():
-        raise UserError(f"{run} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+    if not place.is_file():
+        from mambacl.training.folder import RunFolder
+
+        RunFolder.existing(place)
 
 
 def _some(names: list[str], noun: str = "class") -> str:

@@ -191,8 +191,9 @@ def evaluate(
 
 def _check_folder(path: Path) -> None:
     """Refuses a mistyped folder before PyTorch is imported."""
-    if not (path / "config.yaml").is_file():
-        raise UserError(f"{path} is not a run folder (it has no config.yaml); runs are in runs/ unless --out is set.")
+    from mambacl.training.folder import RunFolder
+
+    RunFolder.existing(path)
 
 
 def import_files(paths: list[Path] | None) -> None:

@@ -28,6 +28,12 @@ class Transforms:
     torchvision is imported on first use, because that takes seconds and the batched engine rarely needs it.
     """
 
+    @classmethod
+    def of_model(cls, config: TransformConfig, model: Any) -> Transforms:
+        """With the size, mean and deviation that the backbone names in timm's `default_cfg`."""
+        data = model.default_cfg
+        return cls(config, data["input_size"][-1], list(data["mean"]), list(data["std"]))
+
     def __init__(self, config: TransformConfig, image_size: int, mean: list[float], std: list[float]) -> None:
         self.config, self._backbone = config, (image_size, mean, std)
         self.size = config.image_size or image_size

@@ -131,7 +131,7 @@ def adopt(source: Source, device: torch.device, show: Show) -> RunFolder:
     logger.info("%s", load_weights(model, source.weights))
     model.eval()
     config = resolve(_layer(source, "auto"), {})
-    transforms = _transforms(model, config)
+    transforms = Transforms.of_model(config.stream.transforms, model)
     check_image_size(model, transforms.size, source.backbone)
     features = _features(model.to(device), source.images, transforms, show)
     labels = _labels(source, features)
@@ -247,11 +247,6 @@ def _layer(source: Source, classifier: str) -> dict[str, Any]:
     for name, value in given.items():
         layer[name] = {**layer.get(name, {}), **value}
     return layer
-
-
-def _transforms(model: Any, config: RunConfig) -> Transforms:
-    data = model.default_cfg
-    return Transforms(config.stream.transforms, data["input_size"][-1], list(data["mean"]), list(data["std"]))
 
 
 @torch.no_grad()

@@ -29,8 +29,8 @@ class Format:
     suffix: str
     runtime: str
     """what runs the file"""
-    form: str
-    """of the scan: see `ops.scan_traced`"""
+    forms: tuple[str, ...]
+    """of the scan that can be the fastest: see `ops.scan_traced`. Unrolled ones are not: thousands of nodes"""
     modules: tuple[str, ...]
     """what it needs, in the extra of the same name"""
     write: Callable[[Program, Path, Mapping[str, str]], None]
@@ -122,11 +122,14 @@ def _open_pt2(path: Path, _: int) -> Answer:
 FORMATS = {
     made.name: made
     for made in (
-        Format("onnx", ".onnx", "onnxruntime", "loop", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _open_onnx),
         Format(
-            "openvino", ".xml", "OpenVINO", "loop", ("openvino", "onnx", "onnxscript"), _write_openvino, _open_openvino,
-            others=(".bin",),
+            "onnx", ".onnx", "onnxruntime", ("loop", "chunked"), ("onnx", "onnxscript", "onnxruntime"), _write_onnx,
+            _open_onnx,
         ),
-        Format("pt2", ".pt2", "torch.export", "chunked", (), _write_pt2, _open_pt2),
+        Format(
+            "openvino", ".xml", "OpenVINO", ("loop", "chunked"), ("openvino", "onnx", "onnxscript"), _write_openvino,
+            _open_openvino, others=(".bin",),
+        ),
+        Format("pt2", ".pt2", "torch.export", ("chunked",), (), _write_pt2, _open_pt2),
     )
 }  # fmt: skip

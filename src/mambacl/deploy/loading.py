@@ -88,9 +88,7 @@ def _model(config: RunConfig) -> tuple[nn.Module, Transforms]:
     """The backbone, with random weights, and its transforms."""
     with torch.random.fork_rng(devices=[]):  # a program's random numbers stay the same
         model = create_model(config.backbone, num_classes=0, **config.backbone_options)
-    data: Any = model.default_cfg
-    size, mean, std = data["input_size"][-1], list(data["mean"]), list(data["std"])
-    return model, Transforms(config.stream.transforms, size, mean, std)
+    return model, Transforms.of_model(config.stream.transforms, model)
 
 
 def _method(config: RunConfig, model: nn.Module, device: torch.device) -> Method:

@@ -43,6 +43,7 @@ def onnx_model(program: torch.export.ExportedProgram) -> Any:
     assert made is not None
     model = made.model_proto
     _insert_loops(model)
+    _forget_sources(model)
     onnx.checker.check_model(model)
     return model
 
@@ -73,6 +74,13 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def _forget_sources(model: Any) -> None:
+    """Removes the exporter's notes, which name source files of this machine and can be larger than the weights."""
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
+        del part.metadata_props[:]
 
 
 def _insert_loops(model: Any) -> None:

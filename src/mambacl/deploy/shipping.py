@@ -8,8 +8,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ SIZES = (1, 3)  # of the first batches; the rest is one batch
 MARGIN = 8  # for the largest of many rounding errors
 ELEMENTARY = 4  # units in the last place that a runtime's exp or cos may be off
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)  # of known images to reject, whose thresholds the metadata hold
-WARM_UP, FEWEST, MOST = 2, 3, 15  # calls
-SECONDS = 2.0  # after which no further call is timed
+WARM_UP, FEWEST, MOST = 2, 3, 50  # calls
+SECONDS = 2.0  # per form, after which no further call is timed
+AUTO = "auto"  # the fastest form of the scan
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,12 @@ class Shipped:
     resized_allowed: float | None
     same_answers: int
     """images whose best class is the same"""
+    form: str
+    """of the scan: see `ops.scan_traced`"""
     batch: int
     images_per_second: float
+    images_per_second_by_form: dict[str, float]
+    """of all forms that were tried"""
     our_images_per_second: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,11 +83,13 @@ def ship(
     source: str,
     *,
     preprocessing: bool = False,
-    batch: int = 32,
+    form: str = AUTO,
+    batch: int = 1,
 ) -> Shipped:
     """Writes the model to `path`, unless its scores of `images`, uint8 (3, h, w), differ from ours by more than
-    rounding. The files get their names only after that."""
-    kind = checked(to, path)
+    rounding. The files get their names only after that. The scan has the given form, or the one that is fastest with
+    `batch` images per call."""
+    kind = checked(to, path, form)
     module = Scores(predictor, preprocessing)
     raw: list[Tensor] = []
     resized: list[Tensor] = []
@@ -90,15 +98,20 @@ def ship(
         if preprocessing and len(raw) < AS_THEY_ARE:
             raw.append(image)
     given = torch.stack(resized)
-    program = exported(module, kind.form)
     text = described(predictor, preprocessing)
     many = given.repeat(-(-batch // len(given)), 1, 1, 1)[:batch]
     theirs, ours = module.inputs(many), predictor.transforms.normalize(predictor.transforms.cropped(many))
-    our_speed = per_second(lambda: predictor.scores(ours), batch)  # before other threads wait for work
+    our_speed = per_second({"": partial(predictor.scores, ours)}, batch)[""]  # before other threads wait for work
     with writing(path), tempfile.TemporaryDirectory(prefix=".mambacl-export-", dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        _write(kind, program, written, text)
-        answer = kind.open(written, 0)
+        tried: dict[str, Path] = {}
+        for one in kind.forms if form == AUTO else (form,):
+            tried[one] = Path(folder) / one / path.name
+            tried[one].parent.mkdir()
+            _write(kind, exported(module, one), tried[one], text)
+        answers = {one: kind.open(file, 0) for one, file in tried.items()}
+        speeds = per_second({one: partial(answer, theirs) for one, answer in answers.items()}, batch)
+        best = max(speeds, key=speeds.__getitem__)
+        written, answer = tried[best], answers[best]
         difference, allowed, same = compared(predictor, module, answer, given)
         _check(kind, difference, allowed, f"the scores of {len(given)} images", "rounding explains")
         by_file: float | None = None
@@ -106,21 +119,22 @@ def ship(
         if preprocessing:
             by_file, by_levels = compared_resized(predictor, module, answer, raw)
             _check(kind, by_file, by_levels, "the scores of images that it resizes", "one grey level explains")
-        speed = per_second(lambda: answer(theirs), batch)
         size = sum(file.stat().st_size for file in kind.files(written))
         for file, target in zip(kind.files(written), kind.files(path), strict=True):
             _flush(file)
             os.replace(file, target)
     return Shipped(
         tuple(map(str, kind.files(path))), to, kind.runtime, size, len(predictor.classes), preprocessing, len(given),
-        source, difference, allowed, by_file, by_levels, same, batch, speed, our_speed,
+        source, difference, allowed, by_file, by_levels, same, best, batch, speeds[best], speeds, our_speed,
     )  # fmt: skip
 
 
-def checked(to: str, path: Path) -> Format:
+def checked(to: str, path: Path, form: str = AUTO) -> Format:
     """The format, after all that can be refused before any work."""
     kind = FORMATS[to]
     kind.check_installed()
+    if form == "loop" and form not in kind.forms:
+        raise UserError(f"A file for {to} has no loops: choose --form chunked, or leave it out.")
     if path.suffix != kind.suffix:
         raise UserError(f"A file for {to} must end in {kind.suffix}, got {path}.")
     if not path.parent.is_dir():
@@ -259,14 +273,18 @@ def compared_resized(predictor: Predictor, module: Scores, answer: Answer, image
     return found, allowed
 
 
-def per_second(call: Callable[[], object], batch: int) -> float:
-    """Images per second, from the median of some calls."""
-    for _ in range(WARM_UP):
-        call()
-    times: list[float] = []
+def per_second(calls: Mapping[str, Callable[[], object]], batch: int) -> dict[str, float]:
+    """Images per second of each call, from the median of some. They take turns, so that a busy moment affects all."""
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
-    while len(times) < FEWEST or (len(times) < MOST and time.perf_counter() - started < SECONDS):
-        begun = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begun)
-    return batch / statistics.median(times)
+    for turn in range(MOST):
+        if turn >= FEWEST and time.perf_counter() - started > SECONDS * len(calls):
+            break
+        for name, call in calls.items():
+            begun = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begun)
+    return {name: batch / statistics.median(found) for name, found in times.items()}

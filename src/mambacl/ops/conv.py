@@ -1,5 +1,6 @@
 """Depthwise convolution over tokens, followed by SiLU."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from mambacl.ops.operator import check_channels, like, operator, shapes
 from mambacl.ops.precision import at_least_float32, full_precision
 
 MOST_TAPS = 8
+SMALL = 2**16  # values, up to which a CPU needs more time to set up a convolution than for one product per tap
 
 
 def causal_conv_silu(
@@ -32,6 +34,8 @@ def causal_conv_silu(
     check_channels(x, bias=bias)
     if 2 <= weight.shape[1] <= MOST_TAPS and switch.takes_kernel(x, backend):
         return _causal_conv(x, weight, bias, reverse, silu, same)
+    if _is_small(x, weight, bias):
+        return _by_taps(x, weight, bias, reverse, silu, same)
     return causal_conv_silu_plain(x, weight, bias, reverse=reverse, silu=silu, same=same)
 
 
@@ -52,6 +56,27 @@ def causal_conv_silu_plain(
         taps = (weight.flip(1) if reverse else weight).to(wide.dtype)[:, None, None]  # (d, 1, 1, k)
         y = F.conv2d(image, taps, None if bias is None else bias.to(wide.dtype), groups=len(taps)).squeeze(2).mT
         return (F.silu(y) if silu else y).to(x.dtype)
+
+
+def _is_small(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether to convolve by taps: few values on a CPU, in one dtype. In a traced graph the batch can have any size."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() > SMALL:
+        return False
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    return same and x.dtype in (torch.float32, torch.float64)
+
+
+def _by_taps(x: Tensor, weight: Tensor, bias: Tensor | None, reverse: bool, silu: bool, same: bool) -> Tensor:
+    """One product per tap, added up."""
+    before, after = padding(weight.shape[1], reverse, same)
+    length, padded = x.shape[1], F.pad(x, (0, 0, before, after))
+    taps = weight.T.unbind()
+    y = bias
+    for place, tap in enumerate(reversed(taps) if reverse else taps):
+        tokens = padded[:, place : place + length]
+        y = tokens * tap if y is None else torch.addcmul(y, tokens, tap)
+    assert y is not None
+    return (F.silu(y) if silu else y).contiguous()
 
 
 def padding(taps: int, reverse: bool, same: bool) -> tuple[int, int]:

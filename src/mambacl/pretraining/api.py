@@ -27,12 +27,12 @@ from mambacl.pretraining.options import EXECUTION, PretrainConfig, from_options
 from mambacl.training.api import arithmetic, terminable
 from mambacl.training.build import check_image_size, pick_device
 from mambacl.training.display import show
-from mambacl.training.folder import EVENTS, RunFolder
+from mambacl.training.folder import EVENTS, PROGRESS, RunFolder
+from mambacl.training.folder import PRETRAINING as CONFIG
+from mambacl.training.folder import PRETRAINING_RESULTS as RESULTS
 from mambacl.training.identity import flatten
 from mambacl.training.loop import TrainingError, versions
 from mambacl.training.provenance import commit
-
-CONFIG, RESULTS = "pretraining.yaml", "pretraining.json"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def pretrain(
         with terminable(), arithmetic(RunConfig(precision=config.precision, fast=config.fast)), _fastest_convolutions():
             job.restore()
             try:
-                with show(job.progress):
+                with show(job.progress, folder):
                     job.run()
                     return _export(job)
             except KeyboardInterrupt:
@@ -118,7 +118,7 @@ def _refuse_another(folder: RunFolder, existing: PretrainConfig, wanted: Pretrai
 
 
 def _clear(folder: RunFolder, config: PretrainConfig) -> None:
-    for name in (CHECKPOINT, RESULTS, EVENTS, CARD, f"{config.backbone}.safetensors", CONFIG):
+    for name in (CHECKPOINT, RESULTS, EVENTS, PROGRESS, CARD, f"{config.backbone}.safetensors", CONFIG):
         (folder.path / name).unlink(missing_ok=True)
 
 
@@ -129,8 +129,7 @@ def _build(config: PretrainConfig, folder: RunFolder, clock: Callable[[], float]
     options = _model_options(config, dataset)
     torch.manual_seed(config.seed)
     model: Any = create_model(config.backbone, **options)
-    data = model.default_cfg
-    transforms = Transforms(config.stream.transforms, data["input_size"][-1], list(data["mean"]), list(data["std"]))
+    transforms = Transforms.of_model(config.stream.transforms, model)
     where = device if config.fast else torch.device("cpu")
     stream = Stream(dataset, transforms, 1, seed=config.seed, device=where)
     check_image_size(model.eval(), stream.transforms.size, config.backbone)

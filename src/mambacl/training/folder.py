@@ -40,6 +40,7 @@ BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
 LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
 LEARNED, CONFUSION = "learned.json", "confusion.json"
 PROGRESS, TRACKING = "progress.json", "tracking.json"
+PRETRAINING, PRETRAINING_RESULTS = "pretraining.yaml", "pretraining.json"  # of `mambacl pretrain`
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
 BEFORE_TAGS = {"defocus_mamba_nano": "tin32-39ep", "defocus_mamba_large_22k": "in22k"}
 """what `pretrained: true` means in a run from before weights had tags; `in1k` for other models"""

@@ -5,13 +5,13 @@ import os
 import platform
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mambacl.errors import UserError
 from mambacl.status import duration
-from mambacl.training.folder import RunFolder
+from mambacl.training.folder import PRETRAINING, PRETRAINING_RESULTS, RunFolder
 from mambacl.training.progress import State
 
 SILENT = 300.0  # seconds without news from another machine after which the process there may have ended
@@ -33,12 +33,18 @@ class News:
     """the last finished epoch, as in metrics.jsonl"""
     silent: float = 0.0
     """seconds since the last news"""
+    pretrains: bool = False
+    """whether it is `mambacl pretrain`, which has no tasks"""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """the last one of pre-training, as in metrics.jsonl"""
 
     @property
     def over(self) -> bool:
         return self.status in ENDED
 
     def remedy(self) -> str:
+        if self.pretrains and self.over and self.status != "finished":
+            return "Its process has ended. The same command `mambacl pretrain` continues it."
         if self.status == "killed":
             return f"Its process has ended without a word. `mambacl resume {self.path}` continues it."
         if self.status in ("interrupted", "failed"):
@@ -60,9 +66,12 @@ class News:
         if figures := state.figures() if self.status == "running" else "":
             rows.append(f"this epoch: {figures}")
         elif self.epoch:
+            place = f"{self.epoch['epoch']}" if self.pretrains else f"task {self.epoch['task'] + 1}"
+            rows.append(f"last epoch ({place}): loss {self.epoch['loss']:.4f} accuracy {self.epoch['accuracy']:.1%}")
+        if self.evaluation:
             rows.append(
-                f"last epoch (task {self.epoch['task'] + 1}): loss {self.epoch['loss']:.4f} "
-                f"accuracy {self.epoch['accuracy']:.1%}"
+                f"after epoch {self.evaluation['epoch']}: top-1 {self.evaluation['raw']:.1%}, of the average "
+                f"{self.evaluation['ema']:.1%}"
             )
         if self.accuracies:
             each = " ".join(f"{value:.1%}" for value in self.accuracies[:12]) + (" ..." * (len(self.accuracies) > 12))
@@ -80,21 +89,39 @@ def look(path: Path) -> News:
     folder = RunFolder(path)
     written = folder.progress()
     notes = written.get("notes") or {}
+    if (path / PRETRAINING).is_file():
+        return _pretraining(folder, written, notes)
     if not folder.exists() or not folder.has_results():
         status = "waiting" if not folder.exists() else "killed" if notes and not _alive(notes) else "starting"
         return News(path, status, State(), {}, [], {})
     results = folder.results()
-    state = _state(written)
-    silent = max(0.0, time.time() - float(notes.get("time", time.time())))
     status = str(results.get("status", "running"))
     if status == "running" and not _alive(notes):
         status = "killed"
     row = results["correct"][-1] if results["correct"] else []
     accuracies = [right / total if total else 0.0 for right, total in zip(row, results["total"], strict=False)]
-    epochs: list[dict[str, Any]] = []
+    epoch, metrics = _last(folder, "epoch", "task", "epoch"), results.get("metrics", {})
+    return News(path, status, _state(written), metrics, accuracies, epoch, _silent(notes))
+
+
+def _pretraining(folder: RunFolder, written: dict[str, Any], notes: dict[str, Any]) -> News:
+    """An interrupted one looks like a killed one: both can be continued."""
+    finished = (folder.path / PRETRAINING_RESULTS).is_file()
+    status = "finished" if finished else "starting" if not notes else "running" if _alive(notes) else "killed"
+    epoch, evaluation = _last(folder, "epoch", "epoch"), _last(folder, "evaluation", "epoch")
+    return News(folder.path, status, _state(written), {}, [], epoch, _silent(notes), True, evaluation)
+
+
+def _silent(notes: dict[str, Any]) -> float:
+    return max(0.0, time.time() - float(notes.get("time", time.time())))
+
+
+def _last(folder: RunFolder, kind: str, *needed: str) -> dict[str, Any]:
+    """The last event of a kind; empty if there is none."""
     with suppress(UserError):
-        epochs = folder.events("epoch", "task", "epoch")
-    return News(path, status, state, results.get("metrics", {}), accuracies, epochs[-1] if epochs else {}, silent)
+        if found := folder.events(kind, *needed):
+            return found[-1]
+    return {}
 
 
 def _state(written: dict[str, Any]) -> State:
