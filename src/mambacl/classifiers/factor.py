@@ -135,12 +135,12 @@ class Factor:
     def block(self, block: slice, dtype: torch.dtype) -> Tensor:
         """The whole symmetric matrix; there is one block."""
         lower = self.lower()
-        whole = torch.empty_like(lower)
+        whole, share = torch.empty_like(lower), CENTRED / max(1, self.images)
         for start in range(0, self.units, ROWS):
             rows = slice(start, min(start + ROWS, self.units))
-            whole[rows, : rows.stop] = lower[rows, : rows.stop] @ lower[: rows.stop, : rows.stop].T
+            part = lower[rows, : rows.stop] @ lower[: rows.stop, : rows.stop].T
+            whole[rows, : rows.stop] = part.addr_(self.sums[rows], self.sums[: rows.stop], alpha=share)
             _mirror(whole, rows)
-        whole.addr_(self.sums, self.sums, alpha=CENTRED / max(1, self.images))
         whole.diagonal().sub_(self.jitter)
         return whole.to(dtype)
 
