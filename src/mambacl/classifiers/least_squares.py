@@ -87,7 +87,7 @@ def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
 def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, least: float = 0.0) -> tuple[float, Tensor]:
     """The ridge, and the Cholesky factor for it: of the ridges tried, all above `least`, the one with the lowest
     generalised error, moved by FOR_ACCURACY, or the next larger one that the precision of the sums allows."""
-    unit = float(diagonal.mean()) or 1.0
+    unit = max(float(diagonal.mean()), least) or 1.0
     lowest = STEPS[0]
     if least:
         lowest = max(lowest, math.floor(2 * math.log10(least / unit)) + 1 - FOR_ACCURACY)

@@ -89,11 +89,9 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         self.options, num_features, fixed = options, self.num_features, options.standardize == "none"
         self.units = int(options.width or 0) or num_features
         self.dtype = torch.float64 if options.storage == "float64" else torch.float32
-        factored = options.storage == "factor"
-        gram = (
-            factor.empty(self.units) if factored else storage_of.empty(self.units, options.blocks, str(options.storage))
-        )
-        correlations = options.storage in ("int24", "int16")
+        storage, correlations = str(options.storage), options.storage in ("int24", "int16")
+        factored = storage == "factor"
+        gram = factor.empty(self.units) if factored else storage_of.empty(self.units, options.blocks, storage)
         empty: dict[str, Tensor] = {
             "center": torch.zeros(num_features if fixed else 0, dtype=self.dtype),
             "scale": torch.ones(num_features if fixed else 0, dtype=self.dtype),
@@ -224,11 +222,10 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         """Adds to a factor what `_absorb` has left."""
         if not self._unstored:
             return
-        before = self._gram()
         with float32_products(tf32=False), full_precision(self.sums):
             whole = self._whole(slice(0, self.units), torch.float64)
-            self._unstored, self._unstored_bytes, self._stored_totals = [], 0, None
-            self._keep(before.replaced(whole, *self._totals()))
+            self._keep(self._gram().replaced(whole, *self._totals()))
+        self._unstored, self._unstored_bytes, self._stored_totals = [], 0, None
 
     def _whole(self, block: slice, dtype: torch.dtype) -> Tensor:
         """G (units, units) of one block."""
