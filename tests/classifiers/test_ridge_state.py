@@ -157,7 +157,7 @@ def test_more_classes_than_expected_are_reported_once(caplog: pytest.LogCaptureF
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("storage", ["float32", "int24", "int16"])
+@pytest.mark.parametrize("storage", ["float32", "int24", "int16", "factor"])
 def test_a_gpu_gives_the_same(storage: str) -> None:
     features, labels = some()
     test, _ = some(7, seed=1)

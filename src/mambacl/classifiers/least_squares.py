@@ -9,6 +9,7 @@ values, 192 to 3,000 units, 1,000 to 10,000 images), judged by 2,000 or 3,000 ot
 below the best ridge on average; the ridge of the least squared error was 0.66 below.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,7 @@ PROBES = 64  # random signs, to estimate a trace
 STEPS = (-14, 3)  # tried ridges: 10^(step / 2) times G's mean diagonal
 STRIDE = 4  # steps
 FOR_ACCURACY = -1  # steps from the least squared error
+NOT_FINITE = "The sums of the ridge classifier are not those of finite features: fit it again."
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
 NOT_FINITE = "The sums of the ridge classifier are not those of finite features: fit it again."
@@ -94,10 +96,13 @@ def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> tuple[float, Tensor]:
-    """The ridge, and the Cholesky factor for it: of the ridges tried, the one with the lowest generalised error, moved
-    by FOR_ACCURACY, or the next larger one that the precision of the sums allows."""
-    unit = float(diagonal.mean()) or 1.0
+def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int, least: float = 0.0) -> tuple[float, Tensor]:
+    """The ridge, and the Cholesky factor for it: of the ridges tried, all above `least`, the one with the lowest
+    generalised error, moved by FOR_ACCURACY, or the next larger one that the precision of the sums allows."""
+    unit = max(float(diagonal.mean()), least) or 1.0
+    lowest = STEPS[0]
+    if least:
+        lowest = max(lowest, math.floor(2 * math.log10(least / unit)) + 1 - FOR_ACCURACY)
 
     def past(step: int) -> bool:
         """Whether the valley is at this step or before."""
@@ -106,9 +111,9 @@ def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> tuple[f
     # From above: with fewer images than units, the error falls again for ridges far below the valley.
     high = STEPS[1]
     low = high - STRIDE
-    while low >= STEPS[0] and past(low):
+    while low >= lowest and past(low):
         low, high = low - STRIDE, low
-    step = first_true(past, max(low + 1, STEPS[0]), high)
+    step = first_true(past, max(low + 1, lowest), high)
     for larger in range(step + FOR_ACCURACY, STEPS[1] + 1):
         ridge = unit * 10 ** (larger / 2)
         lower = factor(gram, diagonal, ridge)

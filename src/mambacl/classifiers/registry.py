@@ -21,6 +21,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "calibration",
             "class_statistics",
             "drift",
+            "factor",
             "gram",
             "kept",
             "least_squares",

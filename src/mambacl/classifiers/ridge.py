@@ -16,10 +16,14 @@ When each part is fixed:
   depend on the order of the images or their division into batches.
 
 Memory in bytes, for M units, C classes and n waiting images with d features:
-- at rest (`nbytes`): 2 M^2 for G (1.5 M^2 as int24, 1 M^2 as int16, 4 M^2 as float64), 8 M C for Q and the solution;
+- at rest (`nbytes`): 2 M^2 for G (1.5 M^2 as int24, 1 M^2 as int16, 0.75 M^2 as factor, 4 M^2 as float64), 8 M C for
+  Q and the solution;
 - beside it, never saved: W, 2 d M, or 4 d M if the activation is not fourier;
 - during an update: 4 n d for what waits, 4 n M (at most LIFTED) for lifted features;
-- while solving: 16 M^2, or 8 M^2 above FLOAT64_UNITS units.
+- while solving: 16 M^2, or 8 M^2 above FLOAT64_UNITS units;
+- with `storage: factor`, 16 M^2 whenever G is read or written (24 M^2 while merging), and 4 n d for n images that are
+  in Q but not in G yet: writing rounds all of G, so it waits until the task ends, the state is saved or there are more
+  than WAITING bytes of features. Until then, solving adds their products to what it reads.
 
 Sums of at most `gram.ROWS` products are in float32 (never TF32), sums of those in float64; each stored value is
 rounded once per LIFTED bytes of lifted features, which is once per task in most cases. With `storage: float64`,
@@ -28,17 +32,18 @@ everything is in float64.
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mambacl.classifiers import factor, least_squares, left_out
 from mambacl.classifiers import gram as storage_of
-from mambacl.classifiers import least_squares, left_out
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
 from mambacl.classifiers.drift import FollowsDrift, transported
+from mambacl.classifiers.factor import Factor
 from mambacl.classifiers.gram import Gram
 from mambacl.classifiers.lift import draw, fit_scale, lift, projections
 from mambacl.classifiers.registry import CLASSIFIERS
@@ -63,7 +68,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
     estimates_probabilities: ClassVar[bool] = True
     center: Tensor  # m (d,); empty until it is fixed
     scale: Tensor  # s (d,)
-    gram: Tensor  # G, in storage: see `Gram`
+    gram: Tensor  # G, in storage: see `Gram` and `Factor`
     spread: Tensor
     sums: Tensor  # Q (classes, units)
     weights: Tensor  # the solution (classes, units)
@@ -77,18 +82,21 @@ class Ridge(FollowsDrift, StatisticsClassifier):
     def __init__(self, num_features: int, **options: Any) -> None:
         super().__init__(num_features)
         self.asked = build_config(RidgeOptions, options, self.name)
-        self.options = resolved(self.asked, num_features)
-        self.units = int(self.options.width or 0) or num_features
-        self.dtype = torch.float64 if self.options.storage == "float64" else torch.float32
-        gram, fixed = (
-            storage_of.empty(self.units, self.options.blocks, str(self.options.storage)),
-            self.options.standardize == "none",
-        )
+        self._build(resolved(self.asked, num_features))
+
+    def _build(self, options: RidgeOptions) -> None:
+        """An empty state."""
+        self.options, num_features, fixed = options, self.num_features, options.standardize == "none"
+        self.units = int(options.width or 0) or num_features
+        self.dtype = torch.float64 if options.storage == "float64" else torch.float32
+        storage, correlations = str(options.storage), options.storage in ("int24", "int16")
+        factored = storage == "factor"
+        gram = factor.empty(self.units) if factored else storage_of.empty(self.units, options.blocks, storage)
         empty: dict[str, Tensor] = {
             "center": torch.zeros(num_features if fixed else 0, dtype=self.dtype),
             "scale": torch.ones(num_features if fixed else 0, dtype=self.dtype),
             "gram": gram,
-            "spread": torch.zeros(0 if gram.is_floating_point() else self.units, dtype=torch.float64),
+            "spread": torch.zeros(self.units if correlations else 0, dtype=torch.float64),
             "sums": torch.zeros(0, self.units, dtype=self.dtype),
             "weights": torch.zeros(0, self.units, dtype=self.dtype),
             "counts": torch.zeros(0, dtype=torch.int64),
@@ -102,13 +110,16 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         self.register_buffer("projection", None, persistent=False)
         self._arrived: list[tuple[Tensor, Tensor]] = []  # joins `waiting` when needed
         self._arrived_bytes = 0
+        self._unstored: list[Tensor] = []  # features that are in Q, but not in G: see `Factor`
+        self._unstored_bytes = 0
+        self._stored_totals: tuple[Tensor, int] | None = None  # without them; None if there are none
         self._solved = True
         self._provisional: list[Ridge] = []  # answers until m and s are fixed
 
     @classmethod
     def like(cls, other: "Ridge") -> "Ridge":
         """An empty classifier with the same lift, which can later be merged into the other."""
-        made = cls(other.num_features, **asdict(other.asked))
+        made = cls(other.num_features, **asdict(other.options))
         made.center, made.scale = other.center.clone(), other.scale.clone()
         made.projection = other.projection  # never changes
         return made.to(other.sums.device)
@@ -143,8 +154,10 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         if not len(labels):
             return
         self._arrive(features.to(self.dtype, copy=True), labels.clone())
-        if self._arrived_bytes + self.waiting.nbytes > WAITING and self.options.ridge != "current-task":
+        held = self._arrived_bytes + self.waiting.nbytes + self._unstored_bytes
+        if held > WAITING and self.options.ridge != "current-task":
             self._absorb(fix=True)
+            self._store()
 
     @torch.no_grad()
     def fit_scale(self, features: Tensor) -> None:
@@ -163,6 +176,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
             errors = least_squares.current_task_errors(self.lifted(self.waiting), targets, self.options.held_out)
             self.ridge = least_squares.CURRENT[errors.argmin().cpu()].to(self.ridge.device)
         self._absorb(fix=True)
+        self._store()
         self._solve()
 
     def _arrive(self, features: Tensor, labels: Tensor) -> None:
@@ -180,13 +194,13 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         self.waiting_labels = torch.cat([labels.to(device) for _, labels in parts])
 
     def _absorb(self, fix: bool = False) -> None:
-        """Adds what waits to G and Q, if m and s are fixed; `fix` fixes them."""
+        """Adds what waits to Q and G, if m and s are fixed; `fix` fixes them. A factor gets it from `_store`."""
         self._gather()
         if not len(self.waiting) or not (self.scaled or fix):
             return
         if not self.scaled:
             self.fit_scale(self.waiting)
-        rows = max(1, LIFTED // (self.units * self.dtype.itemsize))
+        rows = self._rows()
         for features, labels in zip(self.waiting.split(rows), self.waiting_labels.split(rows), strict=True):
             before, lifted = self._gram(), self.lifted(features)
             members = F.one_hot(labels, self.classes).to(lifted.dtype)
@@ -196,25 +210,57 @@ class Ridge(FollowsDrift, StatisticsClassifier):
                     total += y.T @ h
                 self.sums = total.to(self.dtype)
                 self.counts = self.counts + members.sum(0).long()
-                self._keep(before.add(lifted, *self._totals()))
+                if isinstance(before, Factor):
+                    self._stored_totals = before.sums, before.images
+                    self._unstored.append(features)
+                    self._unstored_bytes += features.nbytes
+                else:
+                    self._keep(before.add(lifted, *self._totals()))
         self.waiting, self.waiting_labels = self.waiting[:0].clone(), self.waiting_labels[:0].clone()
 
-    def _gram(self) -> Gram:
+    def _store(self) -> None:
+        """Adds to a factor what `_absorb` has left."""
+        if not self._unstored:
+            return
+        with float32_products(tf32=False), full_precision(self.sums):
+            whole = self._whole(slice(0, self.units), torch.float64)
+            self._keep(self._gram().replaced(whole, *self._totals()))
+        self._unstored, self._unstored_bytes, self._stored_totals = [], 0, None
+
+    def _whole(self, block: slice, dtype: torch.dtype) -> Tensor:
+        """G (units, units) of one block."""
+        whole = self._gram().block(block, dtype)
+        if self._unstored:
+            features = torch.cat([part.to(whole.device) for part in self._unstored])
+            for part in features.split(self._rows()):
+                factor.add_products(whole, self.lifted(part))
+        return whole
+
+    def _rows(self) -> int:
+        """Images that are lifted at a time."""
+        return max(1, LIFTED // (self.units * self.dtype.itemsize))
+
+    def _gram(self) -> Gram | Factor:
+        """As it is in storage."""
+        if self.options.storage == "factor":
+            sums, images = self._stored_totals or self._totals()
+            return Factor(self.gram, sums.to(self.gram.device), images)
         return Gram(self.gram, self.options.blocks, *self._totals(), self.spread)
 
     def _totals(self) -> tuple[Tensor, int]:
         """The sum of h over all images, and their number."""
         return self.sums.sum(0, dtype=torch.float64), int(self.counts.sum())
 
-    def _keep(self, gram: Gram) -> None:
-        self.gram, self.spread = gram.flat, gram.spread
+    def _keep(self, gram: Gram | Factor) -> None:
+        self.gram, self.spread = gram.flat, gram.spread if isinstance(gram, Gram) else self.spread
 
     @torch.no_grad()
     def merge(self, other: Classifier) -> None:
         """Adds the images of another, which has the same options and the same m and s, or none yet: see `like`."""
-        if not isinstance(other, Ridge) or other.num_features != self.num_features or other.asked != self.asked:
+        if not isinstance(other, Ridge) or other.num_features != self.num_features or other.options != self.options:
             raise UserError("Only another ridge classifier with the same number of features and options can be merged.")
         other._absorb()
+        other._store()
         if self.scaled and other.scaled and not (
             torch.equal(self.center, other.center.to(self.center.device))
             and torch.equal(self.scale, other.scale.to(self.scale.device))
@@ -228,7 +274,9 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         if other.scaled and not self.scaled:
             self.center, self.scale = other.center.clone().to(device), other.scale.clone().to(device)
         self._absorb()
-        before, theirs = self._gram(), other._gram().to(device)
+        self._store()
+        before: Any = self._gram()  # both are of one kind
+        theirs = other._gram().to(device)
         self.sums[: other.classes] += other.sums.to(device)
         self.counts[: other.classes] += other.counts.to(device)
         self._keep(before.merge(theirs, *self._totals()))
@@ -255,6 +303,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         sums, counts = self.sums.double(), counts.double()
         sums = sums if matrix is None else sums @ matrix
         b = means.new_zeros(means.shape) if offset is None else offset.to(means).expand(means.shape)
+        self._store()
         before = self._gram()
         with float32_products(tf32=False), full_precision(means):
             whole = before.block(slice(0, self.units), torch.float64)
@@ -273,17 +322,18 @@ class Ridge(FollowsDrift, StatisticsClassifier):
             return
         dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
         sums, gram, images = self.sums.double(), self._gram(), int(self.counts.sum())
+        least = 2 * gram.jitter if isinstance(gram, Factor) else 0.0
         targets, given, parts = sums, self.options.ridge, []
         if self.options.balanced:  # class means, times the mean number of images
             targets = sums / self.counts.clamp(min=1)[:, None] * self.counts.double().mean()
         with float32_products(tf32=False), full_precision(sums):
             for place, block in enumerate(storage_of.blocks_of(self.units, self.options.blocks)):
-                whole = gram.block(block, dtype)
+                whole = self._whole(block, dtype)
                 diagonal = whole.diagonal().clone()
                 if isinstance(given, float):
                     self.ridge.fill_(given)
                 elif place == 0 and (given == "auto" or not self.ridge):  # the other blocks are of the same kind
-                    chosen, lower = least_squares.choose(whole, diagonal, sums[:, block], images)
+                    chosen, lower = least_squares.choose(whole, diagonal, sums[:, block], images, least)
                     self.ridge.fill_(chosen)
                     parts.append(least_squares.solution(lower, targets[:, block]))
                     continue
@@ -352,10 +402,10 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         lifted = self.lifted(features.to(self.sums.device).flatten(0, 1)).unflatten(0, features.shape[:2])
         dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
         found = torch.zeros(2, *lifted.shape[:2], self.classes, dtype=torch.float64, device=lifted.device)
-        gram, sums = self._gram(), self.sums.double()
+        sums = self.sums.double()
         with float32_products(tf32=False), full_precision(sums):
             for block in storage_of.blocks_of(self.units, self.options.blocks):
-                whole = gram.block(block, dtype)
+                whole = self._whole(block, dtype)
                 lower = least_squares.checked_factor(whole, whole.diagonal().clone(), float(self.ridge))
                 plain, *both = left_out.regression(lower, lifted[..., block], sums[:, block], counts, labels)
                 factors = (self.weights[:, block].double() * plain).sum(1) / plain.square().sum(1).clamp(min=1e-300)
@@ -368,6 +418,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Includes the solution. Contains features only if the first task has not ended."""
         self._absorb()
+        self._store()
         self._solve()
         self.identity = self._identity()
         return super().state_dict(*args, **kwargs)
@@ -378,15 +429,29 @@ class Ridge(FollowsDrift, StatisticsClassifier):
 
     def _identity(self) -> Tensor:
         """A checksum of the options that a state depends on, and the first values of W."""
-        options = self.options
-        chosen = (self.num_features, options.width, options.activation, options.bandwidth, options.distribution,
-                  options.seed, options.blocks, options.storage)  # fmt: skip
         drawn = self._draw()
         first = [] if drawn is None else drawn.flatten()[:4].tolist()
-        return torch.tensor([zlib.crc32(repr(chosen).encode()), *first], dtype=torch.float64, device=self.sums.device)
+        checksum = self._checksum(self.options)
+        return torch.tensor([checksum, *first], dtype=torch.float64, device=self.sums.device)
+
+    def _checksum(self, options: RidgeOptions) -> int:
+        chosen = (self.num_features, options.width, options.activation, options.bandwidth, options.distribution,
+                  options.seed, options.blocks, options.storage)  # fmt: skip
+        return zlib.crc32(repr(chosen).encode())
+
+    def _adopt_storage(self, state: Mapping[str, Any]) -> None:
+        """Takes the storage of a state with the same options if they leave it open: `state_limit` has not always chosen
+        the same."""
+        if self.asked.storage is None and self.options.storage == "factor":
+            other = resolved(replace(self.asked, storage="int24"), self.num_features)
+            if state["identity"][:1].tolist() == [self._checksum(other)]:
+                device = self.sums.device
+                self._build(other)
+                self.to(device)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Changes the number of classes to that of the state."""
+        self._adopt_storage(state)
         own, theirs = self._identity(), state["identity"].to(self.sums.device)
         if own.shape != theirs.shape or own[0] != theirs[0] or not torch.allclose(own, theirs, rtol=1e-5, atol=1e-6):
             raise UserError("The state is of a ridge classifier with other options: use the options it was made with.")
@@ -394,6 +459,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
             if name in state:
                 setattr(self, name, buffer.new_empty(state[name].shape))
         self._arrived, self._arrived_bytes, self._provisional, self._solved = [], 0, [], True
+        self._unstored, self._unstored_bytes, self._stored_totals = [], 0, None
         return super().load_state_dict(state, strict, assign)
 
 

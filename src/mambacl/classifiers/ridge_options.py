@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from mambacl.classifiers import factor
 from mambacl.classifiers.drift import DriftOptions
 from mambacl.classifiers.gram import stored_values
 from mambacl.classifiers.lift import Activation, Distribution
@@ -12,6 +13,7 @@ from mambacl.options import Must, at_least, between
 
 DEFAULT_UNITS = 5000
 UNITS_PER_FEATURE = 32  # more than that per feature add little
+FACTOR_BELOW = 200 * 10**6  # bytes; solving takes 2.8 times as long as with the units of int24, minutes on a CPU
 SIZES = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 BYTES = {"float64": 8, "float32": 4, "int24": 3, "int16": 2}
 NOT_NEGATIVE = Must("be at least 0", lambda value: isinstance(value, str) or value >= 0)
@@ -67,9 +69,10 @@ class RidgeOptions(DriftOptions):
     """with ridge current-task: the share of the task's images, its last ones, that judge the ridge"""
     balanced: bool = False
     """give every class the same weight in Q, whatever its number of images"""
-    storage: Literal["float32", "float64", "int24", "int16"] | None = None
-    """type of the stored G; int24 takes three quarters of the space of float32, int16 half of it, but int16 needs a
-    larger ridge; null: ACIL's float64, ours int24 if there is a state_limit, otherwise float32"""
+    storage: Literal["float32", "float64", "int24", "int16", "factor"] | None = None
+    """how G is stored; int24 takes three quarters of the space of float32, int16 half of it, but int16 needs a larger
+    ridge; factor, the Cholesky factor with 12 bits per value, takes three eighths; null: ACIL's float64; ours with a
+    state_limit: factor below 200MB if width, ridge, blocks and drift are the defaults, otherwise int24; else float32"""
     blocks: Annotated[int, at_least(1)] = 1
     """independent lifts that share the width, with one G each; their scores are averaged"""
     state_limit: str | None = None
@@ -84,6 +87,8 @@ class RidgeOptions(DriftOptions):
             raise UserError(
                 "A ridge classifier with several blocks cannot follow a drift: set blocks to 1 or drift to none."
             )
+        if self.storage == "factor" and self.blocks > 1:
+            raise UserError("The storage factor is for one block: set blocks to 1 or storage to int24.")
         if self.state_limit is not None:
             parsed_size(self.state_limit)
         elif self.width == "auto":
@@ -101,8 +106,21 @@ def parsed_size(text: str) -> int:
 def state_size(features: int, units: int, storage: str, blocks: int, classes: int) -> int:
     """Bytes of the state at rest, or slightly more."""
     each = 8 if storage == "float64" else 4
-    gram = BYTES[storage] * stored_values(units, blocks) + (8 * units if storage.startswith("int") else 0)
+    if storage == "factor":
+        gram = sum(factor.sections(units))
+    else:
+        gram = BYTES[storage] * stored_values(units, blocks) + (8 * units if storage.startswith("int") else 0)
     return gram + 2 * each * (units * classes + features) + 8 * classes + 64
+
+
+def default_storage(options: RidgeOptions) -> str:
+    """If the rule has none. What a user sets for the lift of today's width keeps int24: a ridge may be too small for a
+    factor, blocks have none, and following a drift takes 120 bytes per unit squared."""
+    if options.rule != "ours" or options.state_limit is None:
+        return "float32"
+    small = parsed_size(options.state_limit) < FACTOR_BELOW
+    plain = options.width in (None, "auto") and options.ridge in (None, "auto")
+    return "factor" if small and plain and options.blocks == 1 and options.drift == "none" else "int24"
 
 
 def resolved(options: RidgeOptions, features: int) -> RidgeOptions:
@@ -110,7 +128,7 @@ def resolved(options: RidgeOptions, features: int) -> RidgeOptions:
     rule = dict(RULES[options.rule])
     if options.state_limit is not None:
         rule |= {"width": "auto"}
-    rule.setdefault("storage", "int24" if options.rule == "ours" and options.state_limit is not None else "float32")
+    rule.setdefault("storage", default_storage(options))
     rule.setdefault("bandwidth", 1.0)
     rule.setdefault("width", min(DEFAULT_UNITS, UNITS_PER_FEATURE * features))
     options = replace(options, **{name: value for name, value in rule.items() if getattr(options, name) is None})
