@@ -27,6 +27,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "left_out",
             "lift",
             "masked",
+            "normed",
             "outliers",
             "registry",
             "ridge_options",

@@ -16,6 +16,7 @@ from mambacl.methods.projected import Projected
 from mambacl.methods.registry import METHODS
 from mambacl.options import between
 from mambacl.tuning.gradient_bases import gram
+from mambacl.tuning.prompt_pool import PromptPool
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ class DualPromptPGP(Projected, DualPrompt):
             for block, place in self.shared.places.items():
                 yield f"block{block}", shared[place, 0]
         for pool, group in zip(self.pools, self.groups, strict=True):
-            gradient: Tensor | None = pool.values.grad  # type: ignore[union-attr]
-            if gradient is not None:  # (pool, blocks, 2, n, heads, d)
+            assert isinstance(pool, PromptPool)
+            gradient = pool.values.grad  # (pool, blocks, 2, n, heads, d)
+            if gradient is not None:
                 for place, block in enumerate(group):
                     yield f"block{block}", gradient[:, place, 0]
 
