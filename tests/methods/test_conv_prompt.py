@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from prompt_recordings import FIRST, Place, Recording, replay
-from small_run import VIT
+from small_run import CONFIG, VIT
 from torch import nn
+from training_help import assert_same_run, interrupted_after
 
+import mambacl
 from mambacl.backbones import create_model
 from mambacl.classifiers.normed import NormedHeads
 from mambacl.errors import UserError
@@ -209,6 +211,25 @@ def test_what_trains_and_what_is_kept(variant):
         assert torch.equal(other.predict(images), method.predict(images))
         assert torch.equal(other.loss(images, labels)[0], method.loss(images, labels)[0])
     assert [name for name, _ in other.tuning.trained()] == names
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_a_run_whose_layer_norms_train_resumes_and_loads(tmp_path):
+    """Bit for bit, with parameters of the backbone and modules beside it in one state; a loaded model answers alike."""
+    options = {"variant": "public-code", "length": 2, "kernel": 3, "generators": 2}
+    chosen = {"method": "conv-prompt", "options": options, **VIT, "pretrained": False}
+    mambacl.train(CONFIG, out=str(tmp_path / "whole"), **chosen)
+    with interrupted_after(7):
+        mambacl.train(CONFIG, out=str(tmp_path / "broken"), **chosen)
+    mambacl.resume(tmp_path / "broken")
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    evaluation = mambacl.evaluate(tmp_path / "whole")
+    assert evaluation.counted == evaluation.recorded
+    images = torch.rand(3, 3, 16, 16)
+    whole, broken = (mambacl.load(tmp_path / name).method for name in ("whole", "broken"))
+    with torch.no_grad():
+        assert torch.equal(whole.answer(images), broken.answer(images)) and whole.answer(images).shape == (3, 10)
 
 
 def test_heads_with_a_norm():

@@ -7,6 +7,8 @@ from small_run import VIT
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
+from mambacl.training.loop import make_optimizer
+from mambacl.training.recipe import Recipe
 from mambacl.tuning.query import frozen_query
 
 NAMES = ["l2p-pgp", "dualprompt-pgp"]
@@ -26,10 +28,11 @@ def tiny(name, **options):
     return method
 
 
-def taught(method, images, labels, lr=0.1, kind=torch.optim.SGD):
-    """One step of a task."""
+def taught(method, images, labels):
+    """One step of a task, by the optimizer of the training loop; its first step is that of plain SGD."""
     parameters = [p for named in method.named_parameters().values() for _, p in named]
-    optimizer = method.wrap(kind(parameters, lr=lr))
+    recipe = Recipe(optimizer="sgd", weight_decay=0.0)
+    optimizer = method.wrap(make_optimizer(recipe, [{"params": parameters, "lr": 0.1}]))
     loss, _ = method.loss(images, labels)
     optimizer.zero_grad()
     loss.backward()
