@@ -129,7 +129,7 @@ def replay(
             if clip:
                 nn.utils.clip_grad_norm_(trained, clip)
             for group in taken.param_groups:
-                group["lr"] = lr * schedule(step - 1, steps)
+                group["lr"] = lr * schedule(step - 1, steps) * group.get("factor", 1.0)
             taken.step()
             compare(recording, name + ".", places, heads, rows, LATER)
         with torch.no_grad():

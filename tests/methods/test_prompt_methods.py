@@ -38,6 +38,31 @@ def test_l2p():
     replay(recording, method, places, clip=c["clip"])
 
 
+def test_l2p_plus_plus():
+    """The variant of CODA-Prompt's code."""
+    recording = Recording("l2p_plus_plus")
+    pool, length, _ = recording.config["prompt_param"]
+    options = {"variant": "coda", "pool": pool, "length": length}
+    method = METHODS.get("l2p")(recording.model(), Setup(options=options))
+    names = {"prompt.block0.pool": method.pool.values, "prompt.block0.keys": method.pool.keys}
+    start(method, [(parameter, recording[f"task0.init.{name}"]) for name, parameter in names.items()])
+    images, _ = recording.batch(0, 1)
+    query = frozen_query(method.model, images)
+    recording.near("task0.step1.query", query, FIRST)
+    recording.near("task0.step1.block0.cosine", method.pool.select(query, 5)[1], FIRST)
+    feature, pull = method.prompted(images)
+    recording.near("task0.step1.feature", feature, FIRST)
+    recording.near("task0.step1.block0.prompt_loss", -pull, FIRST)
+
+    def started(task):
+        if task:
+            selected, _ = method.pool.select(frozen_query(method.model, recording["test.images"]), 5)
+            assert torch.equal(selected, recording["task0.end.test_block0.selected"])
+
+    places = {name: Place(lambda p=parameter: p) for name, parameter in names.items()}
+    replay(recording, method, places, schedule=as_coda, started=started)
+
+
 def test_dualprompt_as_the_port_has_it():
     recording = Recording("dualprompt_port")
     c = recording.config
@@ -157,6 +182,13 @@ def tiny(family="vit", **options):
         ("dualprompt", {"pool": 3}, 4, r"a pool of 3 is too small for 4 tasks: set options\.pool to 4 or more"),
         ("coda-prompt", {"pool": 3}, 4, r"a pool of 3 components is too small for 4 tasks: set options\.pool to 4"),
         ("l2p", {"pool": 3}, 4, r"options\.top_k \(4\) is more than options\.pool \(3\)"),
+        ("l2p", {"variant": "coda", "length": 5, "top_k": 2}, 0, r"options\.length must be even.*coda, got 5"),
+        (
+            "l2p",
+            {"variant": "coda", "length": 4, "head_on": "prompts"},
+            0,
+            r"another variant than coda: leave it at auto",
+        ),
         ("l2p", {"length": 100}, 0, r"400 prompt tokens are too many for a model of 17 tokens: choose 1 to 68"),
         ("dualprompt", {"task_length": 69}, 0, r"options\.task_length: 69 prompt tokens are too many"),
         ("coda-prompt", {"length": 140}, 0, r"half of options\.length: 70 prompt tokens are too many"),

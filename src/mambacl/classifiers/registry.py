@@ -28,6 +28,8 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "left_out",
             "lift",
             "masked",
+            "normed",
+            "outliers",
             "registry",
             "ridge_options",
             "subspaces",

@@ -15,14 +15,15 @@ from mambacl.methods.base import Method
 from mambacl.methods.registry import METHODS
 from mambacl.options import Options, at_least, finite_from
 from mambacl.tuning import AddedModules, Tuning
-from mambacl.tuning.passes import BlockInput, Change, Tokens, check_length, run_blocks
+from mambacl.tuning.passes import BlockInput, Change, Tokens, check_length, run_blocks, with_attention
 from mambacl.tuning.prompt_pool import PromptPool, pulled
 from mambacl.tuning.query import frozen_query
 from mambacl.tuning.token_prompts import place_of_prompts
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "paper": {"length": 10, "top_k": 4, "pull": 1.0, "low": 0.0, "high": 0.01},
-    "public-code": {"length": 5, "top_k": 5, "pull": 0.1, "low": -1.0, "high": 1.0},
+    "paper": {"pool": 10, "length": 10, "top_k": 4, "pull": 1.0, "low": 0.0, "high": 0.01},
+    "public-code": {"pool": 10, "length": 5, "top_k": 5, "pull": 0.1, "low": -1.0, "high": 1.0},
+    "coda": {"pool": 30, "length": 20, "top_k": 5, "pull": 1.0, "low": 0.0, "high": 1.0},
 }
 
 
@@ -30,23 +31,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class L2POptions(Options):
     """Options of L2P. What is null is the variant's."""
 
-    variant: Literal["paper", "public-code"] = "paper"
+    variant: Literal["paper", "public-code", "coda"] = "paper"
     """paper: prompts stand before all other tokens, as in the authors' JAX code; public-code: behind the class token,
-    with its position embedding, as in the PyTorch port that most comparisons use"""
-    pool: Annotated[int, at_least(1)] = 10
-    """prompts in the pool"""
+    with its position embedding, as in the PyTorch port that most comparisons use; coda: L2P++ of CODA-Prompt's code,
+    with prefix prompts in block 0 and a pull term that compares each image with what all of a batch select"""
+    pool: Annotated[int | None, at_least(1)] = None
+    """prompts in the pool: 10, or 30 (coda)"""
     length: Annotated[int | None, at_least(1)] = None
-    """tokens per prompt: 10 (paper), 5 (public-code)"""
+    """tokens per prompt: 10 (paper), 5 (public-code), 20 (coda), there one half for keys and one for values"""
     top_k: Annotated[int | None, at_least(1)] = None
-    """prompts per image: 4 (paper), 5 (public-code)"""
+    """prompts per image: 4 (paper), 5 (public-code, coda)"""
     pull: Annotated[float | None, finite_from(0)] = None
-    """weight of the cosines between queries and selected keys in the loss: 1 (paper), 0.1 (public-code)"""
+    """weight of the cosines between queries and selected keys in the loss: 1 (paper, coda), 0.1 (public-code)"""
     by_majority: bool = False
     """use the prompts that most images of a batch select for all of them, in training and at test, as the published
     figures do; answers then depend on which images are asked about together"""
     head_on: Literal["auto", "prompts", "class"] = "auto"
     """what the head sees: the mean of the prompts' outputs or the class token; auto: prompts on a ViT; the class token
-    on a Mamba backbone, where prompts stand in front and see no image"""
+    on a Mamba backbone, where prompts stand in front and see no image, and with the variant coda"""
 
     def chosen(self, name: str) -> Any:
         given = getattr(self, name, None)
@@ -60,35 +62,55 @@ class L2P(Method):
 
     def make_tuning(self) -> Tuning:
         options: L2POptions = self.options
-        length, self.top_k = options.chosen("length"), options.chosen("top_k")
-        if self.top_k > options.pool:
-            raise UserError(f"l2p: options.top_k ({self.top_k}) is more than options.pool ({options.pool}): lower it.")
+        length, self.top_k, size = options.chosen("length"), options.chosen("top_k"), options.chosen("pool")
+        if self.top_k > size:
+            raise UserError(f"{self.name}: options.top_k ({self.top_k}) is more than options.pool ({size}): lower it.")
         self.count = length * self.top_k  # prompt tokens per image
-        check_length(self.model, self.count, "l2p: options.top_k times options.length")
+        check_length(self.model, self.count, f"{self.name}: options.top_k times options.length")
         low, high = options.chosen("low"), options.chosen("high")
-        self.pool = PromptPool(options.pool, self.num_features, (length, self.num_features), self.setup.seed, low, high)
-        self.on_vit = isinstance(self.model, ViT)
+        self.pool = PromptPool(size, self.num_features, (length, self.num_features), self.setup.seed, low, high)
+        self.on_vit, self.prefixes = isinstance(self.model, ViT), options.variant == "coda"
+        if self.prefixes and length % 2:
+            raise UserError(f"{self.name}: options.length must be even with the variant coda, got {length}.")
+        if self.prefixes:
+            self.attention_heads = with_attention(self.model, self.name).config.num_heads
         self.at = 0 if self.on_vit and options.variant == "paper" else place_of_prompts(self.model)
-        self.reads_prompts = options.head_on == "prompts" or (options.head_on == "auto" and self.on_vit)
-        if self.reads_prompts and not self.on_vit:
-            raise UserError("l2p: options.head_on 'prompts' needs a vit backbone: leave it at auto.")
+        by_default = self.on_vit and not self.prefixes
+        self.reads_prompts = options.head_on == "prompts" or (options.head_on == "auto" and by_default)
+        if self.reads_prompts and not by_default:
+            raise UserError(
+                f"{self.name}: options.head_on 'prompts' needs a vit backbone and another variant than coda: leave it "
+                "at auto."
+            )
         return AddedModules(self.model, pool=self.pool)
+
+    def prompts_for(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The prompts (b, tokens, c) that queries select, their indices, and the cosines with all keys."""
+        selected, similarity = self.pool.select(query, self.top_k, self.options.by_majority)
+        prompts = self.pool.values[selected].flatten(1, 2)
+        if self.on_vit and self.options.variant == "public-code":
+            prompts = prompts + self.model.pos_embed[:, :1]  # type: ignore[index]
+        return prompts, selected, similarity
 
     def prompted(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The feature (b, d), and the pull term."""
-        selected, similarity = self.pool.select(frozen_query(self.model, images), self.top_k, self.options.by_majority)
-        prompts = self.pool.values[selected].flatten(1, 2)  # (b, tokens, c)
-        if self.on_vit and self.options.variant == "public-code":
-            prompts = prompts + self.model.pos_embed[:, :1]  # type: ignore[index]
+        prompts, selected, similarity = self.prompts_for(frozen_query(self.model, images))
 
         def change(block: BlockInput) -> Change | None:
-            return Change(tokens=Tokens(prompts, self.at)) if block.index == 0 else None
+            if block.index:
+                return None
+            if self.prefixes:  # the first halves of all selected prompts for keys, the second for values
+                halves = prompts.unflatten(1, (self.top_k, 2, -1)).transpose(1, 2).flatten(2, 3)
+                return Change(prefix=halves.unflatten(-1, (self.attention_heads, -1)))
+            return Change(tokens=Tokens(prompts, self.at))
 
         output = run_blocks(self.model, images, change)
         feature = output.feature()
         if self.reads_prompts:
             assert isinstance(self.at, int)
             feature = output.norm(output.tokens[:, self.at : self.at + self.count]).mean(1)
+        if self.prefixes:  # the selection of every image, for every image
+            return feature, (similarity[:, selected] - 1).sum()
         return feature, pulled(similarity, selected)
 
     def features(self, images: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ from mambacl.lazy import constant, members
 from mambacl.registry import Registry
 
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
-    "method", "mambacl.methods", members("mambacl.methods", __file__, besides=("base", "first_task", "registry"))
+    "method",
+    "mambacl.methods",
+    members("mambacl.methods", __file__, besides=("base", "first_task", "projected", "registry")),
 )
 
 
