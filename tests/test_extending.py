@@ -40,8 +40,8 @@ def train(name, **overrides):
     return run
 
 
-assert "bias-only" in mambacl.list_methods() and "nearest-angle" in mambacl.list_classifiers()
-run = train("method", method="bias-only", classifier="nearest-angle")
+assert "bias-only" in mambacl.list_methods() and "city-block" in mambacl.list_classifiers()
+run = train("method", method="bias-only", classifier="city-block")
 state = load_file("method/checkpoints/last.safetensors")
 trained = [name.split(".")[-2:] for name in state if name.startswith("method.model.")]
 assert trained == [["dt_proj", "bias"]] * 2
@@ -67,7 +67,7 @@ model = mambacl.create_model("plain_mamba_nano", num_classes=3)
 images = torch.randn(2, 3, 32, 32)
 assert torch.equal(model.get_classifier()(model.forward_head(model.forward_features(images), True)), model(images))
 backbone = {"backbone": "plain_mamba_nano", "backbone_options": {"img_size": 16, "embed_dim": 32, "depth": 2}}
-train("backbone", **backbone, classifier="nearest-angle")
+train("backbone", **backbone, classifier="city-block")
 parts = {part["kind"] for part in mambacl.audit("backbone")["updates"][0]["parts"]}
 assert parts == {"A", "W_B", "W_C", "W_delta", "out"}
 

@@ -295,3 +295,18 @@ def test_data_are_looked_for_before_weights_are_downloaded(monkeypatch: pytest.M
     options = {"backbone": "defocus_mamba_tiny", "pretrained": True, "stream": {"root": str(tmp_path / "nowhere")}}
     with pytest.raises(UserError, match="nowhere"):
         mambacl.train("imagenet-r-20", out=str(tmp_path / "run"), **options)
+
+
+@pytest.mark.parametrize(
+    "name, passes, after", [("cifar100-10", 20, 18), ("imagenet-r-10", 50, 40), ("imagenet-r-20", 50, 40)]
+)
+def test_references_train_by_their_own_recipes(name: str, passes: int, after: int) -> None:
+    """docs/methods.md has the numbers; a rate that the user gives comes first."""
+    slca = resolve(name, {"method": "slca"}).training
+    assert (slca.optimizer, slca.lr, slca.head_lr, slca.batch_size, slca.weight_decay) == ("sgd", 1e-4, 1e-2, 128, 5e-4)
+    assert (slca.passes, slca.schedule, slca.decay_after) == (passes, "multistep", [after])
+    for method in ("aper", "ranpac"):
+        tuned = resolve(name, {"method": method}).training
+        assert (tuned.optimizer, tuned.schedule, tuned.passes) == ("sgd", "cosine", 20) and tuned.lr == tuned.head_lr
+    assert resolve(name, {"method": "slca", "training": {"lr": 1e-3}}).training.lr == 1e-3
+    assert resolve(name, {}).training == RECIPES["paper"]

@@ -9,7 +9,7 @@ from ridge_help import WIDTH, D, some
 from tolerance import assert_near
 from torch import Tensor
 
-from mambacl.classifiers.least_squares import STEPS, choose, factor, first_true, rises, solve
+from mambacl.classifiers.least_squares import CURRENT, STEPS, allowed, choose, factor, first_true, rises, solve
 from mambacl.classifiers.lift import draw
 from mambacl.errors import UserError
 
@@ -104,3 +104,15 @@ def test_the_choice_is_near_the_best_ridge_for_other_images() -> None:
     unit = float(diagonal.mean())
     best = max(accuracy(unit * 10.0**power) for power in range(-4, 4))
     assert accuracy(chosen) > best - 0.02 and accuracy(unit * 1e-4) < best - 0.05
+
+
+def test_a_ridge_below_the_precision_of_the_sums_is_raised() -> None:
+    """RanPAC's choice sees one task in float64; the sums of all tasks are stored in float32."""
+    h = torch.randn(20, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = h.T @ h  # singular
+    for gram, raised in ((exact + torch.eye(100), False), (exact.float().double() - 1e-6 * torch.eye(100), True)):
+        ridge, lower = allowed(gram.clone(), gram.diagonal().clone(), 1e-8)
+        assert (ridge > 1e-8) == raised and ridge in CURRENT
+        torch.testing.assert_close(lower @ lower.T, gram + ridge * torch.eye(100))
+    with pytest.raises(UserError, match="not those of finite features"):
+        allowed(torch.full((2, 2), torch.nan), torch.ones(2), 1.0)

@@ -38,6 +38,8 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "seq-adapter": {"method": "seq-adapter"},
     "ease": {"method": "ease"},
+    "aper": {"method": "aper"},
+    "slca-kac": {"method": "slca", "classifier": "kac"},
     "lda-in-tasks": {
         "method": "analytic",
         "classifier": "lda",

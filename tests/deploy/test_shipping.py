@@ -141,7 +141,9 @@ def test_traced_scans_agree_with_the_scan(groups: int, length: int, reverse: boo
 
 
 CLASSIFIER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("ridge", "nearest-mean", "lda", "gaussian", "separate", "cosine", "aligned")),
+    *((name, {}) for name in ("ridge", "nearest-mean", "lda", "gaussian", "separate", "cosine", "aligned", "kac")),
+    ("nearest-mean", {"by": "angle"}),
+    ("kac", {"variant": "paper"}),
     ("ridge", {"width": 33}),
     ("ridge", {"width": 0}),
     ("ridge", {"width": 40, "activation": "gelu"}),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mambacl.classifiers.class_statistics import ClassStatistics
     from mambacl.classifiers.cosine import CosineHeads
     from mambacl.classifiers.gaussian import Gaussian
+    from mambacl.classifiers.kac import KacHeads
     from mambacl.classifiers.lda import LDA
     from mambacl.classifiers.nearest_mean import NearestMean
     from mambacl.classifiers.ridge import Ridge
@@ -24,6 +25,7 @@ __all__ = [
     "Classifier",
     "CosineHeads",
     "Gaussian",
+    "KacHeads",
     "NearestMean",
     "Ridge",
     "SeparateHeads",
@@ -39,6 +41,7 @@ __getattr__ = attributes(
         "ClassStatistics": "class_statistics",
         "CosineHeads": "cosine",
         "Gaussian": "gaussian",
+        "KacHeads": "kac",
         "LDA": "lda",
         "NearestMean": "nearest_mean",
         "Ridge": "ridge",

@@ -22,6 +22,8 @@ STRIDE = 4  # steps
 FOR_ACCURACY = -1  # steps from the least squared error
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
+NOT_FINITE = "The sums of the ridge classifier are not those of finite features: fit it again."
+
 
 def factor(gram: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
     """The Cholesky factor of G + r I, or None if rounding has made it indefinite. Overwrites the diagonal of `gram`,
@@ -42,6 +44,16 @@ def checked_factor(gram: Tensor, diagonal: Tensor, ridge: float) -> Tensor:
     if lower is None:
         raise UserError(f"The ridge {ridge:g} is too small for sums in this precision: set a larger one, or auto.")
     return lower
+
+
+def allowed(gram: Tensor, diagonal: Tensor, ridge: float) -> tuple[float, Tensor]:
+    """This ridge, or the next larger one of CURRENT that the precision of the sums allows, and the Cholesky factor: a
+    few images that are easy to tell apart choose the smallest of them."""
+    for larger in (ridge, *(r for r in CURRENT.tolist() if r > ridge)):
+        lower = factor(gram, diagonal, larger)
+        if lower is not None:
+            return larger, lower
+    raise UserError(NOT_FINITE)
 
 
 def solution(lower: Tensor, sums: Tensor) -> Tensor:
@@ -102,7 +114,7 @@ def choose(gram: Tensor, diagonal: Tensor, sums: Tensor, images: int) -> tuple[f
         lower = factor(gram, diagonal, ridge)
         if lower is not None:
             return ridge, lower
-    raise UserError("The sums of the ridge classifier are not those of finite features: fit it again.")
+    raise UserError(NOT_FINITE)
 
 
 def current_task_errors(lifted: Tensor, targets: Tensor, share: float) -> Tensor:

@@ -1,17 +1,19 @@
-"""The nearest class mean: predicts the class whose mean feature is closest.
+"""The nearest class mean: predicts the class whose mean feature is closest, by distance or by angle.
 
 Sums of features are stored as integer multiples of 2^-32. Integer sums do not depend on the order, so batches, merged
 parts and resumed runs all give the same means.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.classifiers.base import Classifier, StatisticsClassifier
+from mambacl.classifiers.cosine import cosines
 from mambacl.classifiers.drift import DriftOptions, FollowsDrift
 from mambacl.classifiers.left_out import without_own
 from mambacl.classifiers.registry import CLASSIFIERS
@@ -22,12 +24,21 @@ UNIT = 2.0**-32  # far below the rounding error of typical float32 features
 LARGEST = 2.0**62  # limit of a sum in units; int64 overflows at 2^63
 
 
+@dataclass(frozen=True)
+class NearestMeanOptions(DriftOptions):
+    """Options of the nearest class mean."""
+
+    by: Literal["distance", "angle"] = "distance"
+    """what is near: the mean at the smallest distance, or the one at the smallest angle, as in SimpleCIL"""
+
+
 class NearestMean(FollowsDrift, StatisticsClassifier):
-    """The class whose mean feature is closest. The sums are integers, so their order does not matter."""
+    """The class whose mean feature is closest. The sums are integers, so their order does not matter. Keywords are the
+    options of `NearestMeanOptions`."""
 
     name = "nearest-mean"
     summary = "the closest class mean, computed from features when a task ends"
-    options_class: ClassVar[type] = DriftOptions
+    options_class: ClassVar[type] = NearestMeanOptions
     sums: Tensor  # (classes, d), in units
     counts: Tensor  # (classes,)
 
@@ -87,11 +98,13 @@ class NearestMean(FollowsDrift, StatisticsClassifier):
         return self.sums.double() * UNIT / self.counts.clamp(min=1)[:, None]
 
     def forward(self, features: Tensor) -> Tensor:
-        """Negative distances; minus infinity for a class without images."""
+        """Negative distances, or cosines; minus infinity for a class without images."""
         means = self.means().to(features.dtype)
-        # Without matrix products, whose rounding errors would swamp small distances.
-        distances = torch.cdist(features, means, compute_mode="donot_use_mm_for_euclid_dist")
-        return (-distances).masked_fill(self.counts == 0, -torch.inf)
+        if self.options.by == "angle":
+            scores = cosines(features, means)
+        else:  # without matrix products, whose rounding errors would swamp small distances
+            scores = -torch.cdist(features, means, compute_mode="donot_use_mm_for_euclid_dist")
+        return scores.masked_fill(self.counts == 0, -torch.inf)
 
     @torch.no_grad()
     def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +113,10 @@ class NearestMean(FollowsDrift, StatisticsClassifier):
         scores = self(features.flatten(0, 1)).unflatten(0, features.shape[:2])
         counts = (self.counts[labels] - features.shape[1]).clamp(min=1)[:, None]
         means = (self.sums[labels].double() * UNIT - features.sum(1)) / counts
-        own = -(features - means[:, None]).norm(dim=2, keepdim=True)
+        if self.options.by == "angle":
+            own = F.cosine_similarity(features, means[:, None], dim=2, eps=1e-12)[:, :, None]
+        else:
+            own = -(features - means[:, None]).norm(dim=2, keepdim=True)
         columns = labels[:, None, None].expand(own.shape)
         return scores.scatter(2, columns, own), without_own(scores, labels)
 

@@ -287,6 +287,11 @@ class Ridge(FollowsDrift, StatisticsClassifier):
                     self.ridge.fill_(chosen)
                     parts.append(least_squares.solution(lower, targets[:, block]))
                     continue
+                if given == "current-task":
+                    chosen, lower = least_squares.allowed(whole, diagonal, float(self.ridge))
+                    self.ridge.fill_(chosen)
+                    parts.append(least_squares.solution(lower, targets[:, block]))
+                    continue
                 parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
         self._solved = True

@@ -62,10 +62,13 @@ class PlainNearestMean(nn.Module):
 
     def __init__(self, classifier: NearestMean) -> None:
         super().__init__()
-        self.register_buffer("means", classifier.means().float())
+        self.by_angle, means = classifier.options.by == "angle", classifier.means()
+        self.register_buffer("means", (F.normalize(means, dim=1) if self.by_angle else means).float())
         self.register_buffer("shift", _shift(classifier.counts))
 
     def forward(self, features: Tensor) -> Tensor:
+        if self.by_angle:
+            return self.shift + F.linear(F.normalize(features, dim=1), self.means)
         differences = features.unsqueeze(1) - self.means  # (b, classes, d); a product would swamp small distances
         return self.shift - differences.square().sum(2).sqrt()
 

@@ -54,8 +54,8 @@ class TaskWork:
         counts = self.given.counts()
         self.few = max(counts.values()) <= FEW
         known = [name for name in self.given.names if name in self.model.classes]
-        self.only_sums = not self.method.trains or (bool(known) and not self.by_domain)
-        if self.method.trains and known and not self.by_domain:
+        self.only_sums = self.method.features_stay or (bool(known) and not self.by_domain)
+        if not self.method.features_stay and known and not self.by_domain:
             self._check_more(known)
         self.seen = self.method.kept.seen
         self.trains = not self.only_sums and not (self.few and from_statistics(self.method))
@@ -80,7 +80,7 @@ class TaskWork:
 
     def notes(self) -> list[str]:
         """What is special in this case."""
-        if not self.method.trains:
+        if self.method.features_stay:
             return []
         if not self.trains:
             why = "there are few images" if not self.only_sums else "the classes are known"
@@ -226,7 +226,7 @@ class TaskWork:
         known, index = sum(self.widths), self.history.current
         new = first + len(self.names) - known
         with arithmetic(config), autocast(model.device, config.precision == "bf16"):
-            if not self.method.trains:
+            if self.method.features_stay:
                 self.method.start_task(Task(index, new, known, task_seed(config.seed, index)))
             self.method.fit_classifier(batches())
 

@@ -3,8 +3,7 @@ takes in each task in one pass; RanPAC and ACIL belong to this family."""
 
 from typing import ClassVar
 
-from mambacl.classifiers import CLASSIFIERS, Classifier, SeparateHeads, TaskHeads
-from mambacl.errors import UserError
+from mambacl.classifiers import SeparateHeads, TaskHeads
 from mambacl.methods.base import Method, Task
 from mambacl.methods.registry import METHODS
 
@@ -15,15 +14,6 @@ class Analytic(Method):
     own_classifier: ClassVar[str] = "ridge"
     own_depths: ClassVar[str | int] = "all"
     trains: ClassVar[bool] = False
-
-    def make_classifier(self) -> Classifier:
-        named = self.setup.classifier
-        if named != "auto" and CLASSIFIERS.get(named).trains:
-            raise UserError(
-                f"The method 'analytic' trains nothing, but the classifier '{named}' has to be trained: choose the "
-                "method frozen, or a classifier that is computed from features, such as ridge."
-            )
-        return super().make_classifier()
 
     def make_heads(self) -> TaskHeads:
         return SeparateHeads(self.num_features)  # stays empty

@@ -97,6 +97,8 @@ class Method:
     """whether anything trains; if not, tasks have no epochs"""
     needs_attention: ClassVar[bool] = False
     """whether it changes attention, so that it needs a vit backbone"""
+    first_task_only: ClassVar[bool] = False
+    """whether only the first task trains; later ones have no epochs"""
     recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
 
@@ -126,7 +128,7 @@ class Method:
             )
         self.kept = KeptFeatures(
             0 if self.why_not_calibrated() else setup.features.kept, len(self._learned_views(torch.empty(0, 0, 0, 0))),
-            self.reader.num_features, setup.seed,
+            self.classifier.num_features, setup.seed,
         )  # fmt: skip
 
     # The parts
@@ -141,26 +143,50 @@ class Method:
         assert isinstance(heads, TaskHeads)
         return heads
 
+    def classifier_defaults(self) -> dict[str, Any]:
+        """Options of the method's own classifier, where they differ from the classifier's defaults."""
+        return {}
+
+    @property
+    def input_features(self) -> int:
+        """Number of values in a row of `classifier_input`."""
+        return self.reader.num_features
+
     def make_classifier(self) -> Classifier:
         """The classifier that the configuration names."""
         named = self.setup.classifier
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
-        given = dict(self.setup.classifier_options)
+        given = {**(self.classifier_defaults() if named == "auto" else {}), **self.setup.classifier_options}
         if any(option.name == "seed" for option in fields(kind.options_class)):
             given.setdefault("seed", self.setup.seed)
         options = build_config(kind.options_class, given, kind.name)
+        if kind.trains and self.features_stay:
+            raise UserError(
+                f"The method '{self.name}' trains {'only in the first task' if self.trains else 'nothing'}, but the "
+                f"classifier '{kind.name}' has to be trained: choose the method frozen, or a classifier that is "
+                "computed from features, such as ridge."
+            )
         if kind.trains and self.reader.indices:
             raise UserError(
                 f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
                 "classifier that is computed from features, such as ridge."
             )
-        return kind(self.reader.num_features, **asdict(options))
+        return kind(self.input_features, **asdict(options))
 
     def overview(self) -> str:
         """What trains and how it is protected, in one line for the start of a run; empty if there is nothing to say."""
         return ""
 
     # One task
+
+    def trains_in(self, task: int) -> bool:
+        """Whether this task has steps."""
+        return self.trains and task >= self.known_tasks and not (self.first_task_only and task)
+
+    @property
+    def features_stay(self) -> bool:
+        """Whether the features of an image stay the same from the end of the first task on."""
+        return self.first_task_only or not self.trains
 
     def start_task(self, task: Task) -> None:
         """Called before the first step of a task."""
@@ -296,7 +322,7 @@ class Method:
     def why_not_calibrated(self) -> str:
         """Why `calibrate` can do nothing, as the end of a sentence with the remedy; empty if it can."""
         name = self.classifier.name
-        if type(self).make_tuning is not Method.make_tuning:
+        if type(self).make_tuning is not Method.make_tuning and not self.features_stay:
             return f"the method {self.name} trains the backbone, which moves old features: use the method analytic"
         if not self.classifier.updates or not self.classifier.leaves_out:
             return f"the classifier {name} cannot be: use ridge, lda or nearest-mean"

@@ -6,7 +6,7 @@ from mambacl.lazy import constant, members
 from mambacl.registry import Registry
 
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
-    "method", "mambacl.methods", members("mambacl.methods", __file__, besides=("base", "registry"))
+    "method", "mambacl.methods", members("mambacl.methods", __file__, besides=("base", "first_task", "registry"))
 )
 
 

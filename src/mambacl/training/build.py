@@ -74,11 +74,11 @@ class Parts:
         left = dict.fromkeys(("train", "covariance", "classifier", "evaluate"), 0.0)
         for t in range(task, len(self.stream.tasks)):
             images, done = self.stream.train_count(t), epoch if t == task else 0
-            if method.trains and t >= method.known_tasks:
+            if method.trains_in(t):
                 left["train"] += images * recipe.passes_per_epoch * (recipe.epochs - done)
             left["covariance"] += images if consolidates(method) else 0
             left["classifier"] += images if method.classifier.updates else 0
-            left["evaluate"] += sum(total[: t + 1]) if method.trains else total[t]  # features that stay are kept
+            left["evaluate"] += total[t] if method.features_stay else sum(total[: t + 1])  # features that stay are kept
         return left
 
     def loop(self, folder: RunFolder, progress: Progress | None = None, trackers: Trackers | None = None) -> Loop:
@@ -101,7 +101,7 @@ class Parts:
             header["classifier"] = classifier.name
         if classifier.updates:
             header["features"] = {
-                "count": reader.num_features,
+                "count": classifier.num_features,
                 "depths": reader.indices,
                 "pool": list(reader.pool) if reader.indices else [],
                 "mirror": config.features.mirror,

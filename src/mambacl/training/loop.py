@@ -130,7 +130,7 @@ class Loop:
     def _train_task(self, task: int) -> None:
         if self.position.epoch == 0:
             self._start_task(task)
-        if task < self.method.known_tasks or not self.method.trains:
+        if not self.method.trains_in(task):
             return
         for epoch in range(self.position.epoch, self.recipe.epochs):
             self._enter_phase(epoch)
@@ -298,14 +298,14 @@ class Loop:
         return found
 
     def _scores(self, task: int, predict: Callable[[Tensor], Tensor]) -> Batches:
-        """Scores and labels of a task's test images, in batches. If nothing trains, the features of the images stay the
-        same, and are computed once if they fit into KEPT bytes."""
+        """Scores and labels of a task's test images, in batches. If nothing trains after the first task, the features
+        of the images stay the same, and are computed once if they fit into KEPT bytes."""
         method, device = self.method, self.device
         if task in self.kept:
             for inputs, labels in self.kept[task]:
                 yield method.scores(inputs), labels
             return
-        kept: list[tuple[list[Tensor], Tensor]] | None = None if method.trains else []
+        kept: list[tuple[list[Tensor], Tensor]] | None = [] if method.features_stay else None
         for images, labels in self.stream.test_batches(task, self.recipe.eval_batch_size):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             self.progress.step(len(labels))

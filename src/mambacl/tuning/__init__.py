@@ -2,5 +2,6 @@
 
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets
 from mambacl.tuning.base import AddedModules, ModelParameters, Tuning
+from mambacl.tuning.scale_shift import ScaleShiftSets
 
-__all__ = ["AdapterOptions", "AdapterSets", "AddedModules", "ModelParameters", "Tuning"]
+__all__ = ["AdapterOptions", "AdapterSets", "AddedModules", "ModelParameters", "ScaleShiftSets", "Tuning"]

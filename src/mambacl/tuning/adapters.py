@@ -1,8 +1,9 @@
-"""Bottleneck adapters in parallel to the mixers of a fixed backbone.
+"""Bottleneck adapters in parallel to the mixers or the MLPs of a fixed backbone.
 
-An adapter turns y = mixer(u) into y + scale * W_up relu(W_down u), for each token u separately. W_up starts at zero, so
-the model's output does not change at first. Hooks on the mixers call the adapters. Adapters are not part of the model,
-and the names of its parameters do not change.
+An adapter adds scale * W_up relu(W_down u), for each token u separately. Beside a mixer, u is the mixer's input, after
+the norm. Beside an MLP, u is the input of the norm before it, as in AdaptFormer. W_up starts at zero, so the model's
+output does not change at first. Hooks call the adapters. Adapters are not part of the model, and the names of its
+parameters do not change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.blocks import first_tensor, named_modules
+
+Place = Literal["mixer", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -88,41 +91,75 @@ def mixers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     return found
 
 
-class AdapterSets(nn.Module):
-    """Sets of one adapter per mixer. The model's forward uses one set or none; the last set trains."""
+def mlps(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """The blocks with a LayerNorm `norm2` before an `mlp`, by name, with the number of their channels."""
+    found = {
+        name: (module, int(norm.normalized_shape[0]))
+        for name, module in named_modules(model).items()
+        if isinstance(norm := getattr(module, "norm2", None), nn.LayerNorm) and hasattr(module, "mlp")
+    }
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no block with norm2 and mlp for an adapter: set options.place to mixer."
+        )
+    return found
 
-    def __init__(self, model: nn.Module, options: AdapterOptions) -> None:
+
+def usual_place(model: nn.Module) -> Place:
+    """Beside the MLP in a ViT, where AdaptFormer has it; beside the mixer if the model has selective SSMs."""
+    return "mixer" if find_blocks(model) else "mlp"
+
+
+class AdapterSets(nn.Module):
+    """Sets of one adapter per mixer or MLP. The model's forward uses one set or none; the last set trains."""
+
+    def __init__(self, model: nn.Module, options: AdapterOptions, place: Place = "mixer") -> None:
         super().__init__()
-        found = mixers(model)
+        found = mixers(model) if place == "mixer" else mlps(model)
         self.options, self.widths = options, [width for _, width in found.values()]
         like = next(model.parameters())
         self.device, self.dtype = like.device, like.dtype
         self.adapters = nn.ModuleList()  # one list per set
         self.current: int | None = None
+        self._inputs: dict[int, Tensor] = {}  # of the norms before MLPs, until their block ends
         self._handles = [
             module.register_forward_hook(self._hook(index), with_kwargs=True)
             for index, (module, _) in enumerate(found.values())
         ]
+        if place == "mlp":
+            norms: list[Any] = [module.norm2 for module, _ in found.values()]
+            self._handles += [norm.register_forward_pre_hook(self._keep(index)) for index, norm in enumerate(norms)]
+
+    def _keep(self, index: int) -> Any:
+        def keep(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if self.current is not None:
+                self._inputs[index] = arguments[0]
+
+        return keep
 
     def _hook(self, index: int) -> Any:
         def add(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
             if self.current is None:
                 return output
             adapters: Any = self.adapters[self.current]
-            return output + adapters[index](first_tensor(arguments, keywords)).to(output.dtype)
+            kept = self._inputs.pop(index, None)
+            tokens = first_tensor(arguments, keywords) if kept is None else kept
+            return output + adapters[index](tokens).to(output.dtype)
 
         return add
 
     def __len__(self) -> int:
         return len(self.adapters)
 
+    def new(self, width: int) -> nn.Module:
+        return Adapter(width, self.options.bottleneck, self.options.scale)
+
     def add(self, seed: int) -> None:
         """Adds a set, initialised from the seed; the earlier ones are fixed from now on."""
         generator = torch.Generator().manual_seed(seed ^ 1)  # a classifier with the same seed draws other numbers
-        adapters = nn.ModuleList(Adapter(width, self.options.bottleneck, self.options.scale) for width in self.widths)
+        adapters = nn.ModuleList(self.new(width) for width in self.widths)
         for adapter in adapters:
-            assert isinstance(adapter, Adapter)
-            adapter.reset(generator)
+            adapter.reset(generator)  # type: ignore[operator]
         self.adapters.requires_grad_(False)
         self.adapters.append(adapters.to(self.device, self.dtype))
 
@@ -147,6 +184,6 @@ class AdapterSets(nn.Module):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Replaces the sets by those of the state."""
         self.adapters = nn.ModuleList()
-        while f"adapters.{len(self.adapters)}.0.up.bias" in state:
+        while any(name.startswith(f"adapters.{len(self.adapters)}.") for name in state):
             self.add(seed=0)
         return super().load_state_dict(state, strict, assign)
