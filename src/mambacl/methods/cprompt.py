@@ -112,8 +112,8 @@ class CPrompt(Method):
 
     def features(self, images: Tensor) -> Tensor:
         if len(self.owners) != self.heads.classes:
-            owners = [[task] * classes for task, classes in enumerate(self.heads.widths)]
-            self.owners = torch.tensor(sum(owners, []), device=self.device)
+            owners = [torch.full((classes,), task) for task, classes in enumerate(self.heads.widths)]
+            self.owners = torch.cat(owners).to(self.device)
         tasks = self.owners[self.key_cosines(images).argmax(1)]
         return self.prompted(images, self.prompts.rows()[tasks])
 
