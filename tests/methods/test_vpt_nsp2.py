@@ -111,3 +111,107 @@ def test_three_tasks_as_recorded():
     assert not left
     spectrum = recording["corner_rule_long.singular_values"]
     assert null_rank(spectrum, "smoothed-corner") == int(recording["corner_rule_long.null_count"])
+
+
+def tiny():
+    torch.manual_seed(0)
+    model = create_model("vit", num_classes=0, pretrained=False, **VIT["backbone_options"]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:  # well above the small values that training starts from
+                parameter.normal_(std=0.3)
+    return model
+
+
+def test_statistics_by_hand():
+    """The rows, written out, of a block of timm's with prompts behind the image tokens."""
+    method, images = METHODS.get("vpt-nsp2")(tiny().double(), Setup()), torch.randn(3, 3, 16, 16).double()
+    block, prompts = method.model.blocks[0], method.prompts.values[0].detach()
+    method.finish_task([(images[:2], torch.zeros(2)), (images[2:], torch.zeros(1))])
+    with torch.no_grad():
+        tokens = torch.cat((method.model.embed(images), prompts.expand(3, -1, -1)), 1)
+        q, k, _ = block.attn.qkv(block.norm1(tokens)).split(16, dim=2)
+    weight, rows, attended = block.attn.qkv.weight.detach()[16:32], [], []
+    for image in range(3):
+        for head in (slice(0, 8), slice(8, 16)):
+            logits = q[image, :17, head] @ k[image, :, head].T / 8**0.5
+            attended.append(logits.softmax(1)[:, 17:])
+            rows.append(q[image, :17, head] @ weight[head])
+    rows, attended = torch.cat(rows), torch.cat(attended)
+    torch.testing.assert_close(method.space.statistics["rows"][0], rows.T @ rows)
+    torch.testing.assert_close(method.space.statistics["attention"][0], attended.T @ attended)
+
+
+def test_a_full_projection_keeps_what_attention_does_with_the_prompts():
+    """With eta = 1 an update lies in the null space on both sides."""
+    options = {"eta_rows": 1.0, "eta_attention": 1.0}
+    method = METHODS.get("vpt-nsp2")(tiny().double(), Setup(options=options))
+    images = torch.randn(6, 3, 16, 16).double()
+    method.start_task(Task(0, 2, 0, seed=0))
+    method.finish_task([(images, torch.zeros(6))])
+    method.start_task(Task(1, 2, 2, seed=1))
+    method.heads.double()
+    before = method.prompts.values.detach().clone()
+    optimizer = adam(0.0)(method, 0.1)
+    method.loss(images, torch.tensor([2, 3] * 3))[0].backward()
+    optimizer.step()
+    for block in range(6):
+        change = (method.prompts.values[block] - before[block]).detach()
+        assert change.abs().max() > 1e-4
+        for name, kept in (("rows", change), ("attention", change.T)):
+            space = method.space.spaces[name][block]
+            _, vectors = torch.linalg.eigh(method.space.statistics[name][block])  # ascending
+            assert space.protected and (kept @ vectors[:, space.rank :]).abs().max() < 1e-12
+
+
+def test_a_tiny_stream_is_learned_and_resumes():
+    """Two tasks of two patterns; a state taken up in the second task goes on in the same way."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randn(4, 3, 16, 16, generator=generator)
+    method = METHODS.get("vpt-nsp2")(tiny(), Setup(options={"temperature": 2.0}))
+    for task in range(2):
+        method.start_task(Task(task, 2, 2 * task, seed=task))
+        optimizer = adam(0.0)(method, 0.02)
+        labels = torch.arange(8) % 2 + 2 * task
+        images = patterns[labels] + 0.3 * torch.randn(8, 3, 16, 16, generator=generator)
+        for _ in range(20):
+            optimizer.zero_grad()
+            method.loss(images, labels)[0].backward()
+            optimizer.step()
+        if task == 0:
+            method.finish_task([(images, labels)])
+    assert set(method.free()) == {f"{name}.{block}" for name in ("rows", "attention") for block in range(6)}
+    labels = torch.arange(40) % 4
+    with torch.no_grad():
+        scores = method.predict(patterns[labels] + 0.3 * torch.randn(40, 3, 16, 16, generator=generator))
+    within = scores.view(40, 2, 2)[torch.arange(40), labels // 2].argmax(1)
+    assert (within == labels % 2).float().mean() > 0.9  # chance is 0.5
+    other = METHODS.get("vpt-nsp2")(tiny(), Setup(options={"temperature": 2.0}))
+    other.load_state_dict(method.state_dict())
+    other.load_task_state_dict(method.task_state_dict())
+    for one in (method, other):
+        optimizer = adam(0.0)(one, 0.02)
+        optimizer.zero_grad()
+        one.loss(images, torch.arange(8) % 2 + 2)[0].backward()
+        optimizer.step()
+    assert torch.equal(method.prompts.values, other.prompts.values)
+    state, task_state = method.for_answers(method.state_dict(), method.task_state_dict())
+    assert not task_state and set(state) == set(method.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"length": 69}, r"vpt-nsp2: options\.length: 69 prompt tokens are too many for a model of 17 tokens"),
+        ({"eta_rows": 1.5}, "eta_rows must be from 0 to 1"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(options, words):
+    with pytest.raises(UserError, match=words):
+        METHODS.get("vpt-nsp2")(tiny(), Setup(options=options))
+
+
+def test_it_needs_attention():
+    with pytest.raises(UserError, match=r"'vpt-nsp2' changes attention.*use a vit backbone"):
+        METHODS.get("vpt-nsp2")(create_model("vim_nano", num_classes=0, pretrained=False, depth=2), Setup())

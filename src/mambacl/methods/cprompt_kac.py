@@ -1,9 +1,9 @@
 """CPrompt-KAC: CPrompt with heads on Gaussian bumps (KAC, Hu et al., CVPR 2025; `classifiers/kac.py`).
 
 The paper quotes its figures; its code and its definition are not public. Chosen here: one KAC layer per task in place
-of each linear head, fixed when its task ends like CPrompt's heads, so that old logits do not drift. The layer is that of
-KAC's public code for other methods. The auxiliary head, which is thrown away, stays linear; everything else, the recipe
-included, is CPrompt's.
+of each linear head, fixed when its task ends like CPrompt's heads, so that old logits do not drift. The layer is the
+one of KAC's public code for other methods. The auxiliary head, which is thrown away, stays linear; everything else, the
+recipe included, is CPrompt's.
 """
 
 from typing import Any, ClassVar
