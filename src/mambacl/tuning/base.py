@@ -1,6 +1,6 @@
 """The parameters that a method trains in a backbone, by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,17 +45,28 @@ class ModelParameters:
 
 
 class AddedModules:
-    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`."""
+    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`.
+
+    A method whose modules grow with the tasks sets `fit`, which makes room for a state before it is loaded, and
+    `trains`, which says by name what the current task trains."""
 
     prefix = "prompts."
+    fit: Callable[[Mapping[str, Tensor]], None] | None = None
+    trains: Callable[[str], bool] | None = None
 
     def __init__(self, model: nn.Module, **modules: nn.Module) -> None:
         """The modules go to the model's device and precision."""
-        like = next(model.parameters())
-        self.modules = nn.ModuleDict(modules).to(like.device, like.dtype)
+        self.like = next(model.parameters())
+        self.modules = nn.ModuleDict(modules)
+        self.place()
+
+    def place(self) -> None:
+        """Moves what was added to the model's device and precision."""
+        self.modules.to(self.like.device, self.like.dtype)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(self.prefix + name, parameter) for name, parameter in self.modules.named_parameters()]
+        named = self.modules.named_parameters()
+        return [(self.prefix + name, p) for name, p in named if self.trains is None or self.trains(name)]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {self.prefix + name: tensor for name, tensor in self.modules.state_dict().items()}
@@ -63,4 +74,8 @@ class AddedModules:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if other := [name for name in state if not name.startswith(self.prefix)]:
             raise KeyError(other[0])
-        self.modules.load_state_dict({name.removeprefix(self.prefix): tensor for name, tensor in state.items()})
+        own = {name.removeprefix(self.prefix): tensor for name, tensor in state.items()}
+        if self.fit is not None:
+            self.fit(own)
+            self.place()
+        self.modules.load_state_dict(own)
