@@ -95,3 +95,20 @@ def test_options() -> None:
             KacHeads(D, **wrong)
     with pytest.raises(UserError, match=r"'kac' has no place for a linear classifier.*separate"):
         heads.take_over(nn.Linear(D, 2))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_sharing_earlier_logits_stay(variant: str) -> None:
+    heads, features = KacHeads(D, variant=variant, shared=False), torch.randn(5, D)
+    for task in range(2):
+        heads.add_task(2, seed=task)
+        with torch.no_grad():
+            for parameter in heads.heads[-1].parameters():
+                parameter.normal_()
+        if task == 0:
+            before = heads(features)
+    assert torch.equal(heads(features)[:, :2], before)
+    assert torch.equal(heads(features)[:, 2:], heads.heads[1](features))
+    other = KacHeads(D, variant=variant, shared=False)
+    other.load_state_dict(heads.state_dict())
+    assert torch.equal(other(features), heads(features))

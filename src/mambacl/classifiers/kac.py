@@ -5,7 +5,7 @@ bumps of each feature instead of the feature itself.
 
 The variant public-code is the released layer: logits = W vec(phi), W starts at zero, no bias. The variant paper mixes
 the bumps of a channel before the classes see them: logits_c = sum_d W_cd sum_i a_di phi_di. LayerNorm and a are shared:
-they go on training in every task, so old logits drift.
+they go on training in every task, so old logits drift; with `shared: false` each task has its own.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,9 @@ class KacOptions(Options):
     """bumps per feature; null: 16 in public-code, 4 in paper"""
     reach: Annotated[float, Must("be positive and finite", lambda value: 0 < value < float("inf"))] = 2.0
     """the bumps' centres are from -reach to reach"""
+    shared: bool = True
+    """whether all tasks share the norm and the mixtures, which go on training; otherwise each task has its own, which
+    are fixed when it ends"""
 
 
 class KacHead(nn.Module):
@@ -82,7 +85,7 @@ class KacHeads(TaskHeads):
     def add_task(self, classes: int, seed: int = 0, warm_start: bool = False) -> None:
         """The new head goes on with the shared parts of the one before."""
         super().add_task(classes, seed, warm_start)
-        if len(self.heads) > 1:
+        if self.options.shared and len(self.heads) > 1:
             before = self.heads[-2].state_dict()
             shared = {name: tensor for name, tensor in before.items() if name != "weight"}
             head = self.heads[-1].to(before["weight"].dtype)
@@ -94,6 +97,8 @@ class KacHeads(TaskHeads):
         )
 
     def forward(self, features: Tensor) -> Tensor:
+        if not self.options.shared:
+            return super().forward(features)
         heads: Any = self.heads
         basis = heads[-1].basis(features)  # of the shared parts as they are now
         return torch.cat([F.linear(basis, head.weight) for head in heads], dim=1)

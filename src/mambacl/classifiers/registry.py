@@ -20,6 +20,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "base",
             "calibration",
             "class_statistics",
+            "composition",
             "drift",
             "factor",
             "gram",

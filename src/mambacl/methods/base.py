@@ -55,6 +55,8 @@ class Setup:
     """a folder for large temporary files"""
     tasks: int = 0
     """number of tasks of the run; 0 if unknown, as for a model that only predicts"""
+    classes: int = 0
+    """number of classes of all tasks together; 0 if unknown"""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Builds the parts of a run from its configuration: device, model, stream and method."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -173,12 +173,12 @@ def _method(
         learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
-    return method_class(model, setup_of(config, known, len(stream.tasks)))
+    return method_class(model, setup_of(config, known, [len(classes) for classes in stream.tasks]))
 
 
-def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: int = 0) -> Setup:
-    """What a method gets; `known` is a classifier for the first task's classes. Without training there are no
-    `tasks`."""
+def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: Sequence[int] = ()) -> Setup:
+    """What a method gets; `known` is a classifier for the first task's classes. `tasks`: the classes of each; none
+    without training."""
     return Setup(
         setting=config.nullspace,
         warm_second_head=config.training.heads == "warm-second",
@@ -189,7 +189,8 @@ def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: int = 0) 
         features=replace(config.features, kept=0) if config.stream.by_domain else config.features,
         known_classifier=known,
         folder=config.folder / "checkpoints",
-        tasks=tasks,
+        tasks=len(tasks),
+        classes=sum(tasks),
     )
 
 
