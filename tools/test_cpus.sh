@@ -1,7 +1,7 @@
 #!/bin/sh
 # The numerical tests as other CPUs run them:  test_cpus.sh PYTHON [pytest's options]
 # Three runs cover the instruction sets of PyTorch, MKL, oneDNN and the C++ scan, one and two threads, and no C++ scan.
-# The fastest of each is what `make test` runs. Where there is Clang, the tests of the scan run once more with its build.
+# The fastest of each is what `make test` runs. Where there is Clang, the tests of the C++ scan also run with its build.
 set -eu
 python=$1
 shift

@@ -61,8 +61,8 @@ static INLINE bool all(Mask mask) {
 
 static INLINE Lanes magnitude(Lanes x) { return x < T(0) ? -x : x; }
 
-// a b + c, rounded once where the processor can. Clang fuses a product and a sum by itself only if nothing else uses the
-// product, so where digits depend on it, or a product is used twice, it is written out.
+// a b + c, rounded once where the processor can. On its own, Clang fuses a product and a sum only if nothing else uses
+// the product.
 static INLINE Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if BYTES == 64 && defined(SINGLE)
     return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
