@@ -1,7 +1,7 @@
 #!/bin/sh
 # The numerical tests as other CPUs run them:  test_cpus.sh PYTHON [pytest's options]
 # Three runs cover the instruction sets of PyTorch, MKL, oneDNN and the C++ scan, one and two threads, and no C++ scan.
-# The fastest of each is what `make test` runs.
+# The fastest of each is what `make test` runs. Where there is Clang, the tests of the C++ scan also run with its build.
 set -eu
 python=$1
 shift
@@ -22,7 +22,8 @@ run() { # NAME VARIABLE=VALUE... -- pytest's options
 failed=0
 
 without=$(mktemp -d) # the package as it is where there was no compiler
-trap 'rm -rf "$without"' EXIT
+clang=$(mktemp -d)   # and as Clang builds it, which macOS uses
+trap 'rm -rf "$without" "$clang"' EXIT
 cp -r src/mambacl "$without/"
 rm -f "$without"/mambacl/ops/cpu/_scan*.so
 sets=$(PYTHONPATH=src "$python" -c 'from mambacl.ops import cpu; print(*cpu.instruction_sets())')
@@ -38,4 +39,10 @@ run "AVX2, two threads, C++ scan for AVX2" \
     MAMBACL_TEST_THREADS=2 PYTHONPATH=src "$python" -m pytest -n 2 "$@"
 run "this CPU, one thread, C++ scan for any x86-64 or ARM" \
     MAMBACL_CPU="$(if_there baseline)" MAMBACL_TEST_THREADS=1 PYTHONPATH=src "$python" -m pytest -n 2 "$@"
+if command -v clang++ >/dev/null; then
+    cp -r "$without/mambacl" "$clang/"
+    CC=clang CXX=clang++ "$python" setup.py --quiet build_ext --build-lib "$clang" --build-temp "$clang/build"
+    [ -e "$clang/mambacl/ops/cpu/_scan.so" ] || failed=1 # without it, every test would be skipped
+    run "this CPU, C++ scan built by Clang" PYTHONPATH="$clang" "$python" -m pytest -n 2 tests/ops/test_scan_native.py
+fi
 exit $failed

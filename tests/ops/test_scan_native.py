@@ -288,6 +288,21 @@ def test_decays_keep_their_digits(chosen, dtype, most) -> None:
     assert ((last - wanted).abs() <= allowed).all()
 
 
+def test_the_exponent_of_a_decay_is_rounded_once(chosen) -> None:
+    """dt A log2(e) is large and its fraction matters, so the product must not be rounded before k is subtracted."""
+    if chosen == "baseline":
+        pytest.skip("baseline has no fused multiplication")
+    step = torch.tensor(0.7)  # not a power of two, or the product would be exact
+    rates = torch.linspace(-80, 80, 1001) / step
+    u, ones = torch.zeros(1, 2, len(rates)), torch.ones(1, 2, 1, 1)
+    u[:, 0] = 1
+    last = cpu.forward(u, step.expand_as(u), rates[:, None], ones, ones)[1].flatten().double()
+    exponent = rates.double() * step.double()
+    wanted = exponent.exp() * step.double()
+    allowed = (6 + 1.25 * exponent.abs()) * ROUNDOFF[torch.float32] * wanted  # 1 of A log2(e), 0.22 of log2(e)
+    assert ((last - wanted).abs() <= allowed).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 def test_functions_far_out(chosen, dtype) -> None:
     x = torch.tensor([-90.0, -200.0, -1000.0, -1e6, -1e30, 1000.0, 1e30], dtype=dtype)

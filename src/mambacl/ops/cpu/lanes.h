@@ -61,6 +61,26 @@ static INLINE bool all(Mask mask) {
 
 static INLINE Lanes magnitude(Lanes x) { return x < T(0) ? -x : x; }
 
+// a b + c, rounded once where the processor can. On its own, Clang fuses a product and a sum only if nothing else uses
+// the product.
+static INLINE Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if BYTES == 64 && defined(SINGLE)
+    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif BYTES == 64
+    return (Lanes)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif BYTES == 32 && defined(SINGLE)
+    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif BYTES == 32
+    return (Lanes)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif BYTES && defined(__aarch64__) && defined(SINGLE)
+    return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif BYTES && defined(__aarch64__)
+    return (Lanes)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // A power 2^(k + r) is the product of 2^k, with k a multiple of 1 / PARTS, and a polynomial of the rest r. With the powers
 // of 2^(1 / PARTS) in one or two registers, a short polynomial is enough. An entry lacks the fraction of k as it stands in
 // `shifted`: adding all of k to the exponent puts it back. Without such a table, k is an integer.
@@ -132,7 +152,7 @@ static INLINE Lanes raise(Lanes r, Lanes shifted) {
 // 2^(a b). The short form needs |a b| <= MOST_POWER; the other takes any value and gives the same bits in that range.
 template <bool SHORT>
 static INLINE Lanes power(Lanes a, Lanes b) {
-    const Lanes shifted = a * b + MAGIC, k = shifted - MAGIC, r = a * b - k;
+    const Lanes shifted = fused(a, b, splat(MAGIC)), k = shifted - MAGIC, r = fused(a, b, -k);
     if (SHORT) return raise(r, shifted);
     const Lanes half = k > T(0) ? splat(T(1)) : Lanes{};
     Lanes to = raise(r, shifted - half);  // half of a large power, because 2^k alone can overflow
@@ -145,8 +165,8 @@ static INLINE Lanes power(Lanes a, Lanes b) {
 // exp(x) to full accuracy for x <= MOST_EXP; zero below LEAST_EXP.
 static INLINE Lanes exponential(Lanes x) {
     const Lanes shifted = x * LOG2E + MAGIC, k = shifted - MAGIC;
-#ifdef TABLE  // the processor fuses multiplication and addition
-    return x < LEAST_EXP ? Lanes{} : raise((x * LOG2E - k) + x * LOG2E_REST, shifted);
+#ifdef TABLE  // such a processor fuses: x log2(e) - k has all its digits
+    return x < LEAST_EXP ? Lanes{} : raise(fused(x, splat(LOG2E), -k) + x * LOG2E_REST, shifted);
 #else
     const Lanes found = x < LEAST_EXP ? Lanes{} : raise(((x - k * LN2_HIGH) - k * LN2_LOW) * LOG2E, shifted);
     return x == x ? found : x;  // the addition to the exponent can make NaN a number

@@ -9,6 +9,8 @@
 #ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of the intrinsics' own headers
 #endif
+#elif defined(__GNUC__) && defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "problem.h"
