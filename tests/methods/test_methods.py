@@ -109,7 +109,7 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 def combinations() -> list[tuple[str, str]]:
     """Methods with classifiers; EASE answers with its own prototypes, and a method that trains nothing takes no
     classifier that trains."""
-    methods = [method for method in METHODS.names() if method != "ease"]
+    methods = [method for method in METHODS.names() if not METHODS.get(method).own_answer]
     return [(m, name) for m in methods for name in (CLASSIFIERS.names() if METHODS.get(m).trains else COMPUTED)]
 
 

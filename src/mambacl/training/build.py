@@ -1,6 +1,6 @@
 """Builds the parts of a run from its configuration: device, model, stream and method."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -173,12 +173,17 @@ def _method(
         learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
-    return method_class(model, setup_of(config, known, len(stream.tasks)))
+    names = [stream.dataset.class_names[c] for c in stream.class_order]
+    if stream.domains is not None:  # each task has its own labels for all classes
+        names *= len(stream.tasks)
+    return method_class(model, setup_of(config, known, len(stream.tasks), names))
 
 
-def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: int = 0) -> Setup:
-    """What a method gets; `known` is a classifier for the first task's classes. Without training there are no
-    `tasks`."""
+def setup_of(
+    config: RunConfig, known: nn.Linear | None = None, tasks: int = 0, class_names: Sequence[str] = ()
+) -> Setup:
+    """What a method gets; `known` is a classifier for the first task's classes. Without training there are no `tasks`
+    and no `class_names`."""
     return Setup(
         setting=config.nullspace,
         warm_second_head=config.training.heads == "warm-second",
@@ -190,6 +195,7 @@ def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: int = 0) 
         known_classifier=known,
         folder=config.folder / "checkpoints",
         tasks=tasks,
+        class_names=tuple(class_names),
     )
 
 

@@ -1,10 +1,12 @@
 """The parameters that a method trains in a backbone, by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from mambacl.tuning.per_task import PerTask
 
 
 class Tuning(Protocol):
@@ -45,17 +47,29 @@ class ModelParameters:
 
 
 class AddedModules:
-    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`."""
+    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`. Of a
+    `PerTask` among them, the module of the current task trains."""
 
     prefix = "prompts."
 
-    def __init__(self, model: nn.Module, **modules: nn.Module) -> None:
-        """The modules go to the model's device and precision."""
+    def __init__(self, model: nn.Module, aside: Iterable[str] = (), **modules: nn.Module) -> None:
+        """The modules go to the model's device and precision. `aside`: names of modules that do not train."""
         like = next(model.parameters())
-        self.modules = nn.ModuleDict(modules).to(like.device, like.dtype)
+        self.modules, self.aside = nn.ModuleDict(modules).to(like.device, like.dtype), set(aside)
+
+    def rest(self, *names: str) -> None:
+        """These modules do not train from now on."""
+        self.aside.update(names)
+        for name in names:
+            self.modules[name].requires_grad_(False)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(self.prefix + name, parameter) for name, parameter in self.modules.named_parameters()]
+        fixed = {id(p) for name in self.aside for p in self.modules[name].parameters()}
+        for module in self.modules.modules():
+            if isinstance(module, PerTask):
+                fixed |= {id(p) for earlier in module.tasks[:-1] for p in earlier.parameters()}
+        named = self.modules.named_parameters()
+        return [(self.prefix + name, parameter) for name, parameter in named if id(parameter) not in fixed]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {self.prefix + name: tensor for name, tensor in self.modules.state_dict().items()}
