@@ -158,5 +158,5 @@ def test_a_mistake_gets_one_sentence(options, words):
 
 def test_it_takes_no_other_classifier():
     model = create_model("vit", num_classes=0, **VIT["backbone_options"])
-    with pytest.raises(UserError, match="'lae' answers with the heads that it trains.*leave classifier at auto"):
+    with pytest.raises(UserError, match=r"'lae' answers with the heads that it trains.*leave classifier at auto"):
         METHODS.get("lae")(model, Setup(classifier="lda"))

@@ -150,8 +150,8 @@ class Method:
         named = self.setup.classifier
         if self.own_answer and (named not in ("auto", self.own_classifier) or self.reader.indices):
             raise UserError(
-                f"The method '{self.name}' answers with the heads that it trains, on the final feature: leave classifier "
-                "at auto and set features.depths to final."
+                f"The method '{self.name}' answers with the heads that it trains, on the final feature: leave "
+                "classifier at auto and set features.depths to final."
             )
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
         given = dict(self.setup.classifier_options)

@@ -58,15 +58,15 @@ class DualPrompt(Method):
         heads = with_attention(self.model, self.name).config.num_heads
         if self.setup.tasks > options.pool:
             raise UserError(
-                f"dualprompt: a pool of {options.pool} is too small for {self.setup.tasks} tasks: set options.pool to "
+                f"{self.name}: a pool of {options.pool} is too small for {self.setup.tasks} tasks: set options.pool to "
                 f"{self.setup.tasks} or more."
             )
-        shared = checked_blocks(self.model, options.shared_blocks, "dualprompt: options.shared_blocks")
-        own = checked_blocks(self.model, options.task_blocks, "dualprompt: options.task_blocks")
+        shared = checked_blocks(self.model, options.shared_blocks, f"{self.name}: options.shared_blocks")
+        own = checked_blocks(self.model, options.task_blocks, f"{self.name}: options.task_blocks")
         if both := set(shared) & set(own):
-            raise UserError(f"dualprompt: block {min(both)} is in options.shared_blocks and options.task_blocks.")
+            raise UserError(f"{self.name}: block {min(both)} is in options.shared_blocks and options.task_blocks.")
         for name in ("shared_length", "task_length"):
-            check_length(self.model, getattr(options, name), f"dualprompt: options.{name}")
+            check_length(self.model, getattr(options, name), f"{self.name}: options.{name}")
         width, seed = self.num_features, self.setup.seed
         low = 0.0 if options.variant == "coda" else -1.0
         self.shared = PrefixPrompts(shared, options.shared_length, width, heads, seed, low)
@@ -80,7 +80,7 @@ class DualPrompt(Method):
     def start_task(self, task: Task) -> None:
         if task.index >= self.options.pool:
             raise UserError(
-                f"dualprompt: the pool has room for {self.options.pool} tasks: train with a larger options.pool."
+                f"{self.name}: the pool has room for {self.options.pool} tasks: train with a larger options.pool."
             )
         super().start_task(task)
         if task.index and self.options.variant != "coda":

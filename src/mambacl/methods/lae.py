@@ -29,7 +29,7 @@ class LAEOptions(Options):
     part: Literal["adapter", "lora", "prefix"] = "adapter"
     """what trains in a block: an adapter beside attention, LoRA on keys and values, or rows before both"""
     size: Annotated[int | None, at_least(1)] = None
-    """channels of the adapter's bottleneck (5 if null), rank of LoRA (5), rows of the prefix for keys and for values (10)"""
+    """channels of the adapter's bottleneck (5 if null), rank of LoRA (5), rows for keys and for values each (10)"""
     blocks: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
     """blocks with a part"""
     decay: Annotated[float, between(0, 1)] = 0.9999
