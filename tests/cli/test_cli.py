@@ -143,7 +143,7 @@ EARLY: list[tuple[list[str], str]] = [  # refused before PyTorch is loaded
     (["models", "--all"], "There is no option '--all'"),
 ]
 LATE: list[tuple[list[str], str]] = [
-    (["train", "demo", "--backbone", "vit"], "no model 'vit'"),
+    (["train", "demo", "--backbone", "resnet"], "no model 'resnet'"),
     (["train", "demo", "--pretrained", "weights.pth"], "weights.pth; give the path"),
     (["train", "demo", "--pretrained", "tin64"], "'defocus_mamba_nano' has no weights 'tin64': its weights are tin32-"),
     (["train", "demo", "--stream.dataset", "mnist"], "no data set 'mnist'"),

@@ -51,7 +51,7 @@ def test_a_pool_selects_the_nearest_keys():
         by_hand = [float(nn.functional.cosine_similarity(queries[image], key, dim=0)) for key in pool.keys.detach()]
         assert torch.allclose(similarity[image], torch.tensor(by_hand, dtype=torch.float64))
         assert row == sorted(range(6), key=lambda k: -by_hand[k])[:3]
-    expected = sum(float(similarity[b, k]) for b in range(4) for k in selected[b]) / 4
+    expected = sum(float(similarity[b, k].detach()) for b in range(4) for k in selected[b]) / 4
     assert pulled(similarity, selected).item() == pytest.approx(expected)
     pulled(similarity, selected).backward()
     unused = [k for k in range(6) if k not in selected]
@@ -136,6 +136,30 @@ def test_the_state_of_added_modules_comes_back():
     for state in ({"model.x": torch.zeros(1)}, {"prompts.pool.keys": torch.zeros(1)}):
         with pytest.raises((KeyError, RuntimeError)):
             other.load_state_dict(state)
+
+
+def test_added_modules_can_grow():
+    """One layer per task, of which the last trains; a new object takes in a state of several tasks."""
+    model = create_model("vit_nano", num_classes=0, depth=1, embed_dim=12).double()
+
+    def growing():
+        layers = nn.ModuleList()
+        added = AddedModules(model, layers=layers)
+
+        def fit(state):
+            while f"layers.{len(layers)}.bias" in state:
+                layers.append(nn.Linear(2, 2))
+
+        added.fit, added.trains = fit, lambda name: name.startswith(f"layers.{len(layers) - 1}.")
+        return added, layers
+
+    (one, layers), (other, empty) = growing(), growing()
+    for _ in range(2):
+        layers.append(nn.Linear(2, 2))
+        one.place()
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(empty[1].weight, layers[1].weight) and empty[0].weight.dtype == torch.float64
+    assert [name for name, _ in other.trained()] == ["prompts.layers.1.weight", "prompts.layers.1.bias"]
 
 
 def test_an_average_follows():

@@ -55,8 +55,9 @@ class CADA(Method):
         self.adapters.add(task.seed)
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        if self.task > 0:
-            self.added.rest("bridge")
+        trains = self.task == 0
+        self.bridge.requires_grad_(trains)
+        self.added.trains = lambda name: trains or not name.startswith("bridge.")
         return super().named_parameters()
 
     def features(self, images: Tensor) -> Tensor:

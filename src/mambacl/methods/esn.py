@@ -79,8 +79,9 @@ class ESN(Method):
         self.blocks.add().reset(torch.Generator().manual_seed(task.seed ^ 1), token)
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
-        if self.task > 0 and self.options.variant == "paper":
-            self.added.rest("prompt")
+        trains = self.task == 0 or self.options.variant == "public-code"
+        self.prompt.requires_grad_(trains)
+        self.added.trains = lambda name: trains or not name.startswith("prompt.")
         return super().named_parameters()
 
     def tokens(self, images: Tensor) -> Tensor:

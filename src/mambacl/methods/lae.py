@@ -56,7 +56,9 @@ class LAE(Method):
         part = BLOCK_PARTS[options.part]
         self.online = nn.ModuleDict({str(b): part(self.num_features, size, heads, generator) for b in blocks})
         self.offline = averaged_copy(self.online)
-        return AddedModules(self.model, aside=["offline"], online=self.online, offline=self.offline)
+        added = AddedModules(self.model, online=self.online, offline=self.offline)
+        added.trains = lambda name: name.startswith("online.")
+        return added
 
     def start_task(self, task: Task) -> None:
         super().start_task(task)

@@ -1,6 +1,6 @@
 """The parameters that a method trains in a backbone, by name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,29 +47,30 @@ class ModelParameters:
 
 
 class AddedModules:
-    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`. Of a
-    `PerTask` among them, the module of the current task trains."""
+    """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`.
+
+    A method whose modules grow with the tasks sets `fit`, which makes room for a state before it is loaded, and
+    `trains`, which says by name what the current task trains. A `PerTask` needs neither: its last module trains."""
 
     prefix = "prompts."
+    fit: Callable[[Mapping[str, Tensor]], None] | None = None
+    trains: Callable[[str], bool] | None = None
 
-    def __init__(self, model: nn.Module, aside: Iterable[str] = (), **modules: nn.Module) -> None:
-        """The modules go to the model's device and precision. `aside`: names of modules that do not train."""
-        like = next(model.parameters())
-        self.modules, self.aside = nn.ModuleDict(modules).to(like.device, like.dtype), set(aside)
+    def __init__(self, model: nn.Module, **modules: nn.Module) -> None:
+        """The modules go to the model's device and precision."""
+        self.like = next(model.parameters())
+        self.modules = nn.ModuleDict(modules)
+        self.place()
 
-    def rest(self, *names: str) -> None:
-        """These modules do not train from now on."""
-        self.aside.update(names)
-        for name in names:
-            self.modules[name].requires_grad_(False)
+    def place(self) -> None:
+        """Moves what was added to the model's device and precision."""
+        self.modules.to(self.like.device, self.like.dtype)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        fixed = {id(p) for name in self.aside for p in self.modules[name].parameters()}
-        for module in self.modules.modules():
-            if isinstance(module, PerTask):
-                fixed |= {id(p) for earlier in module.tasks[:-1] for p in earlier.parameters()}
-        named = self.modules.named_parameters()
-        return [(self.prefix + name, parameter) for name, parameter in named if id(parameter) not in fixed]
+        lists = [module for module in self.modules.modules() if isinstance(module, PerTask)]
+        earlier = {id(p) for found in lists for module in found.tasks[:-1] for p in module.parameters()}
+        named = [(name, p) for name, p in self.modules.named_parameters() if id(p) not in earlier]
+        return [(self.prefix + name, p) for name, p in named if self.trains is None or self.trains(name)]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {self.prefix + name: tensor for name, tensor in self.modules.state_dict().items()}
@@ -77,4 +78,8 @@ class AddedModules:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if other := [name for name in state if not name.startswith(self.prefix)]:
             raise KeyError(other[0])
-        self.modules.load_state_dict({name.removeprefix(self.prefix): tensor for name, tensor in state.items()})
+        own = {name.removeprefix(self.prefix): tensor for name, tensor in state.items()}
+        if self.fit is not None:
+            self.fit(own)
+            self.place()
+        self.modules.load_state_dict(own)
