@@ -77,6 +77,16 @@ def test_what_trains():
     assert not any(p.requires_grad for p in method.bridge.parameters())
 
 
+def test_known_classes_keep_the_features_of_the_backbone():
+    method = METHODS.get("c-ada")(tiny_vit(), Setup(known_classifier=nn.Linear(16, 2)))
+    method.start_task(Task(0, 2, 0, seed=0))
+    images = images_of(0, 3)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(method.features(images), method.model(images))
+        method.start_task(Task(1, 2, 2, seed=1))
+        assert not torch.allclose(method.features(images), method.model(images))
+
+
 def test_it_learns():
     method, losses = learn("c-ada", {"channels": 4}, epochs=25, lr=0.02)
     for task in range(2):

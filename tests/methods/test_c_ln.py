@@ -51,7 +51,7 @@ def test_a_new_set_starts_as_the_one_before(stages):
     method.start_task(Task(1, 2, 2, seed=1))
     first, second = method.norms.sets.tasks
     assert torch.equal(first.weight, second.weight) and not first.weight.requires_grad
-    names = {name.split(".")[4] for name, _ in method.tuning.trained()}
+    names = {name.rpartition(".")[2] for name, _ in method.tuning.trained()}
     assert all(".tasks.1." in name for name, _ in method.tuning.trained())
     if stages == "single":
         assert torch.equal(first.keys, second.keys) and torch.equal(first.gates, second.gates)

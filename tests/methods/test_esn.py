@@ -126,7 +126,7 @@ def test_the_temperature_that_joins():
 
 
 def test_it_learns():
-    method, losses = learn("esn", {"length": 3}, epochs=20)
+    method, losses = learn("esn", {"length": 3}, epochs=60)
     for task in range(2):
         assert losses[task][-1][1] < losses[task][0][1] / 2
         assert accuracy(method, task, task_labels(task)) >= 0.9

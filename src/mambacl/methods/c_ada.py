@@ -53,6 +53,8 @@ class CADA(Method):
     def start_task(self, task: Task) -> None:
         super().start_task(task)
         self.adapters.add(task.seed)
+        if task.index < self.known_tasks:  # nothing trains, and its features are those of the backbone
+            nn.init.zeros_(self.adapters.shares[task.index].up)
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         trains = self.task == 0

@@ -43,7 +43,7 @@ class StoredTexts:
                 f"backbone's feature has, not {tuple(tensor.shape)}: use a text encoder of that width (CLIP ViT-L/14 "
                 "for vit_base)."
             )
-        return tensor.float()
+        return tensor.double()
 
 
 def random_direction(label: int, width: int, seed: int) -> Tensor:
