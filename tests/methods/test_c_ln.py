@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from small_run import CONFIG, VIT
 from tiny_stream_help import accuracy, images_of, learn, task_labels, tiny_vit
 from torch import nn
+from training_help import assert_same_run, interrupted_after
 
+import mambacl
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.tuning.query import frozen_query
@@ -153,6 +156,19 @@ def test_it_learns(stages):
             of_phase = [loss for phase, loss in own if phase == name]
             assert of_phase[-1] < of_phase[0] - 0.05, name
         assert accuracy(method, task, task_labels(task)) >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_a_run_in_a_single_stage_resumes(tmp_path):
+    """The tests over all methods have the two stages."""
+    config = {**CONFIG, **VIT, "method": "c-ln", "options": {"stages": "single"}}
+    mambacl.train(config, out=str(tmp_path / "whole"))
+    for checkpoints in (5, 7):  # within the second task, in each phase
+        with interrupted_after(checkpoints):
+            mambacl.train(config, out=str(tmp_path / f"broken{checkpoints}"))
+        mambacl.resume(tmp_path / f"broken{checkpoints}")
+        assert_same_run(tmp_path / "whole", tmp_path / f"broken{checkpoints}")
 
 
 def test_a_mistake_gets_one_sentence():
