@@ -41,11 +41,15 @@ VIT: dict[str, Any] = {  # in place of its backbone, for methods that change att
 }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"lgcl": {"stand_in": "random"}, "esn": {"length": 4}}  # that methods need
+
+
 def backbone_for(method: str) -> dict[str, Any]:
     """What to change in the run for a method."""
     from mambacl.methods import METHODS
 
-    return {**VIT, "pretrained": False} if METHODS.get(method).needs_attention else {}
+    own = {"options": OPTIONS[method]} if method in OPTIONS else {}
+    return {**own, **({**VIT, "pretrained": False} if METHODS.get(method).needs_attention else {})}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_run import OPTIONS
 from torch import nn
 
 from mambacl.classifiers import CLASSIFIERS
@@ -23,7 +24,8 @@ ONCE = [name for name in METHODS.names() if METHODS.get(name).first_task_only]
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_contract(name: str, tiny_model_for: Callable[[str], nn.Module]) -> None:
-    method = METHODS.get(name)(tiny_model_for(name), Setup())
+    setup = Setup(options=OPTIONS.get(name, {}))
+    method = METHODS.get(name)(tiny_model_for(name), setup)
     assert method.name == name and method.summary
     images, labels = torch.randn(4, 3, 16, 16), torch.tensor([2, 3, 4, 2])
     for task, classes in enumerate([5] if name in ONCE else [2, 3]):
@@ -38,7 +40,7 @@ def test_the_contract(name: str, tiny_model_for: Callable[[str], nn.Module]) -> 
     assert method.predict(images).shape == (4, 5)
 
     state = {key: value.clone() for key, value in method.state_dict().items()}
-    other = METHODS.get(name)(tiny_model_for(name), Setup())
+    other = METHODS.get(name)(tiny_model_for(name), setup)
     other.load_state_dict(state)
     torch.testing.assert_close(other.predict(images), method.predict(images), rtol=0, atol=0)
 
@@ -82,7 +84,8 @@ def test_analytic_takes_no_classifier_that_trains(classifier: str, tiny_model: C
 @pytest.mark.parametrize("name", METHODS.names())
 def test_predictions_do_not_depend_on_the_batch(name: str, tiny_model_for: Callable[[str], nn.Module]) -> None:
     options = SMALL.get(METHODS.get(name).own_classifier, {})
-    method = METHODS.get(name)(tiny_model_for(name), Setup(classifier_options=options))
+    setup = Setup(options=OPTIONS.get(name, {}), classifier_options=options)
+    method = METHODS.get(name)(tiny_model_for(name), setup)
     method.start_task(Task(0, classes=5, first_label=0, seed=0))
     images = torch.randn(6, 3, 16, 16)
     if method.classifier.updates:
@@ -109,9 +112,9 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Methods with classifiers; EASE answers with its own prototypes, and a method that trains nothing, or nothing
-    after the first task, takes no classifier that trains."""
-    methods = [method for method in METHODS.names() if method != "ease"]
+    """Methods with classifiers. Some answer in a way of their own, and a method that trains nothing, or nothing after the
+    first task, takes no classifier that trains."""
+    methods = [method for method in METHODS.names() if not METHODS.get(method).own_answer]
     every = [method for method in TRAINING if method not in ONCE]
     return [(m, name) for m in methods for name in (CLASSIFIERS.names() if m in every else COMPUTED)]
 
@@ -122,7 +125,8 @@ def test_every_method_with_every_classifier(
 ) -> None:
     """Two tasks; the answers are the classifier's, and a state taken up in the middle of a task gives the same."""
     images, labels = torch.randn(10, 3, 16, 16), torch.arange(10) % 5
-    setup = Setup(classifier=classifier, classifier_options=SMALL.get(classifier, {}))
+    own = OPTIONS.get(name, {})
+    setup = Setup(classifier=classifier, classifier_options=SMALL.get(classifier, {}), options=own)
     method, other = (METHODS.get(name)(tiny_model_for(name), setup) for _ in range(2))
     for task, classes in enumerate((2, 3)):
         method.start_task(Task(task, classes, first_label=2 * task, seed=task))

@@ -234,12 +234,12 @@ def _head(
 def _layer(source: Source, classifier: str) -> dict[str, Any]:
     """The configuration without the user's options."""
     method = source.options.get("method", "analytic" if source.head is None else "mamba-cl")
-    trains = METHODS.get(method).trains
+    trains, own_answer = METHODS.get(method).trains, METHODS.get(method).own_answer
     layer: dict[str, Any] = {
         "name": source.out.resolve().name, "method": method, "backbone": source.backbone,
         "pretrained": str(source.weights.absolute()), "known_classes": source.head is not None and trains,
         "stream": {"dataset": "folders", "root": str(source.images.root.absolute()), "tasks": 1},
-        "out": str(source.out), "classifier": classifier if trains and method != "ease" else "auto",
+        "out": str(source.out), "classifier": classifier if trains and not own_answer else "auto",
     }  # fmt: skip
     given = {name: source.options[name] for name in ("stream", "backbone_options") if name in source.options}
     if method == "mamba-cl" and "setting" not in source.options:

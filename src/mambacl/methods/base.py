@@ -57,6 +57,8 @@ class Setup:
     """number of tasks of the run; 0 if unknown, as for a model that only predicts"""
     classes: int = 0
     """number of classes of all tasks together; 0 if unknown"""
+    class_names: tuple[str, ...] = ()
+    """of all tasks, by label; empty if unknown"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Method:
     """depths of the features for a classifier that is computed from them, unless the configuration names others"""
     trains: ClassVar[bool] = True
     """whether anything trains; if not, tasks have no epochs"""
+    own_answer: ClassVar[bool] = False
+    """whether it combines scores in a way of its own, so that it works only with the heads that it trains"""
     needs_attention: ClassVar[bool] = False
     """whether it changes attention, so that it needs a vit backbone"""
     first_task_only: ClassVar[bool] = False
@@ -157,6 +161,11 @@ class Method:
     def make_classifier(self) -> Classifier:
         """The classifier that the configuration names."""
         named = self.setup.classifier
+        if self.own_answer and (named not in ("auto", self.own_classifier) or self.reader.indices):
+            raise UserError(
+                f"The method '{self.name}' answers with the heads that it trains, on the final feature: leave "
+                "classifier at auto and set features.depths to final."
+            )
         kind = CLASSIFIERS.get(self.own_classifier if named == "auto" else named)
         given = {**(self.classifier_defaults() if named == "auto" else {}), **self.setup.classifier_options}
         if any(option.name == "seed" for option in fields(kind.options_class)):

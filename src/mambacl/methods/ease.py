@@ -49,6 +49,7 @@ class Ease(Method):
     name = "ease"
     summary = "adapters and prototypes for each task, joined by similarity (EASE-Mamba)"
     options_class: ClassVar[type] = EaseOptions
+    own_answer: ClassVar[bool] = True
     needs_task_state = True
 
     def make_tuning(self) -> Tuning:

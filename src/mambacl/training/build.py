@@ -173,12 +173,17 @@ def _method(
         learned = folder is not None and (folder.checkpoints / TASK_END).exists()
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
-    return method_class(model, setup_of(config, known, [len(classes) for classes in stream.tasks]))
+    names = [stream.dataset.class_names[c] for c in stream.class_order]
+    if stream.domains is not None:  # each task has its own labels for all classes
+        names *= len(stream.tasks)
+    return method_class(model, setup_of(config, known, [len(classes) for classes in stream.tasks], names))
 
 
-def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: Sequence[int] = ()) -> Setup:
-    """What a method gets; `known` is a classifier for the first task's classes. `tasks`: the classes of each; none
-    without training."""
+def setup_of(
+    config: RunConfig, known: nn.Linear | None = None, tasks: Sequence[int] = (), class_names: Sequence[str] = ()
+) -> Setup:
+    """What a method gets; `known` is a classifier for the first task's classes. `tasks`: the classes of each; without
+    training there are none, and no `class_names`."""
     return Setup(
         setting=config.nullspace,
         warm_second_head=config.training.heads == "warm-second",
@@ -191,6 +196,7 @@ def setup_of(config: RunConfig, known: nn.Linear | None = None, tasks: Sequence[
         folder=config.folder / "checkpoints",
         tasks=len(tasks),
         classes=sum(tasks),
+        class_names=tuple(class_names),
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mambacl.tuning.per_task import PerTask
+
 
 class Tuning(Protocol):
     """The interface that methods use. It gets a backbone whose parameters are all fixed, and switches on what
@@ -48,7 +50,7 @@ class AddedModules:
     """Trains modules that a method adds beside the backbone, such as prompts. Their names begin with `prompts.`.
 
     A method whose modules grow with the tasks sets `fit`, which makes room for a state before it is loaded, and
-    `trains`, which says by name what the current task trains."""
+    `trains`, which says by name what the current task trains. A `PerTask` needs neither: its last module trains."""
 
     prefix = "prompts."
     fit: Callable[[Mapping[str, Tensor]], None] | None = None
@@ -65,7 +67,9 @@ class AddedModules:
         self.modules.to(self.like.device, self.like.dtype)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        named = self.modules.named_parameters()
+        lists = [module for module in self.modules.modules() if isinstance(module, PerTask)]
+        earlier = {id(p) for found in lists for module in found.tasks[:-1] for p in module.parameters()}
+        named = [(name, p) for name, p in self.modules.named_parameters() if id(p) not in earlier]
         return [(self.prefix + name, p) for name, p in named if self.trains is None or self.trains(name)]
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,0 +1,35 @@
+"""Presets hold the training recipe of each rival; docs/rivals.md says where they come from."""
+
+import pytest
+
+from mambacl.config import resolve
+
+
+@pytest.mark.parametrize(
+    "preset, method, passes, batch, lr, head_lr",
+    [
+        ("cifar100-10", "lae", 5, 24, 0.03 * 24 / 256, 0.03 * 24 / 256),
+        ("imagenet-r-10", "lae", 50, 24, 0.005 * 24 / 256, 0.005 * 24 / 256),
+        ("cifar100-10", "lgcl", 5, 24, 0.03 * 24 / 256, 0.03 * 24 / 256),
+        ("imagenet-r-20", "lgcl", 50, 24, 0.005 * 24 / 256, 0.005 * 24 / 256),
+        ("cifar100-10", "c-ln", 15, 128, 0.005 * 128 / 256, 1e-3),
+        ("imagenet-r-10", "c-ln", 15, 128, 0.01 * 128 / 256, 1e-3),
+        ("cifar100-10", "esn", 30, 128, 0.01, 0.01),
+        ("domainnet-s200-10", "esn", 10, 128, 0.01, 0.01),
+        ("cifar100-10", "c-ada", 20, 128, 1e-3, 1e-3),
+    ],
+)
+def test_recipes(preset, method, passes, batch, lr, head_lr):
+    config = resolve(preset, {"method": method})
+    recipe = config.training
+    assert (recipe.passes, recipe.batch_size) == (passes, batch)
+    assert (recipe.lr, recipe.head_lr) == pytest.approx((lr, head_lr))
+    assert recipe.optimizer == ("sgd" if method == "esn" else "adam")
+    assert recipe.weight_decay == (5e-4 if method == "esn" else 0)
+    assert recipe.clip == (1 if method == "lgcl" else 0)
+    schedules = {"esn": "epoch-cosine", "c-ada": "cosine"}
+    assert recipe.schedule == schedules.get(method, "constant")
+    if method == "lgcl":
+        weights = (0.323, 0.137) if "cifar" in preset else (0.3, 0.7)
+        assert (config.options["task_weight"], config.options["class_weight"]) == weights
+        assert config.options.get("pool", 10) == (20 if preset == "imagenet-r-20" else 10)
