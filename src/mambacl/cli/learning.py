@@ -137,7 +137,8 @@ def _summary(done: Learning) -> str:
         room = [done.capacity.describe()] if done.capacity is not None else []
         sentences = [
             f"{done.folder} would learn {what} as task {done.task}, in about {_duration(done.seconds)}.",
-            f"The model would have {done.classes} classes, and its state {size}, which stays on disk for each task.",
+            f"The model would have {done.classes} classes, and a state of about {size}, which stays on disk for each "
+            "task.",
             f"Learning needs about {megabytes(done.memory_bytes)} of memory and {megabytes(done.disk_bytes)} on disk.",
             *room,
             *notes,

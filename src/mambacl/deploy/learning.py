@@ -63,7 +63,8 @@ class Learning:
     trained: bool = False
     """whether anything trains; otherwise the classifier takes in the images"""
     state_bytes: int = 0
-    """size of the state after it, which stays on disk for each task"""
+    """size of the state after it, which stays on disk for each task; of a dry run, estimated: how many directions
+    `mamba-cl` protects, for one, is known when the task has ended"""
     disk_bytes: int = 0
     """needed on disk while it is learned"""
     memory_bytes: int = 0

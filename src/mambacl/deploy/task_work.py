@@ -105,7 +105,8 @@ class TaskWork:
         return state + 3 * CHECKPOINTS * trained
 
     def missing_bytes(self) -> int:
-        """How much larger the state is than a dry run leaves it, which has learned another number of images."""
+        """How much larger the state is than a dry run leaves it, which has learned another number of images. How many
+        directions the whole task would protect is not known, and not counted."""
         kept, each = self.method.kept, self.method.kept.image_nbytes
         each += 16 if self.method.calibration is not None else 0
         return (min(kept.room, self.seen + len(self.given)) - len(kept)) * each
