@@ -112,8 +112,8 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Methods with classifiers. Some answer in a way of their own, and a method that trains nothing, or nothing after the
-    first task, takes no classifier that trains."""
+    """Methods with classifiers. Some answer in a way of their own, and a method that trains nothing, or only in the first
+    task, takes no classifier that trains."""
     methods = [method for method in METHODS.names() if not METHODS.get(method).own_answer]
     every = [method for method in TRAINING if method not in ONCE]
     return [(m, name) for m in methods for name in (CLASSIFIERS.names() if m in every else COMPUTED)]

@@ -121,13 +121,17 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+# Methods that try every classifier here; `test_every_method_with_every_classifier` tries all pairs, without a run.
+EVERY_CLASSIFIER = ("analytic", "mamba-cl", "seq-adapter", "l2p")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method, classifier",
     [
         *((method, "auto") for method in METHODS.names()),
         *(
-            (method, name)
+            pytest.param(method, name, marks=[] if method in EVERY_CLASSIFIER else pytest.mark.long)
             for method in METHODS.names()
             for name in CLASSIFIERS.names()
             if not METHODS.get(method).own_answer and (trains_in_all(method) or not CLASSIFIERS.get(name).trains)
@@ -136,7 +140,7 @@ def test_a_bad_configuration_writes_nothing(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("few_test_images")
 def test_every_method_trains_resumes_and_evaluates(method: str, classifier: str, tmp_path: Path) -> None:
-    """With its own classifier and with every other; EASE answers with its own prototypes."""
+    """With its own classifier and with every other; some answer in a way of their own."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     answers = METHODS.get(method).own_classifier if classifier == "auto" else classifier
     options = {"width": 100} if answers == "ridge" else {}

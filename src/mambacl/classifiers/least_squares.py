@@ -24,8 +24,6 @@ FOR_ACCURACY = -1  # steps from the least squared error
 NOT_FINITE = "The sums of the ridge classifier are not those of finite features: fit it again."
 CURRENT = torch.logspace(-8, 8, 17, dtype=torch.float64)  # RanPAC's ridges
 
-NOT_FINITE = "The sums of the ridge classifier are not those of finite features: fit it again."
-
 
 def factor(gram: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
     """The Cholesky factor of G + r I, or None if rounding has made it indefinite. Overwrites the diagonal of `gram`,
