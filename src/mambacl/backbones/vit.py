@@ -24,7 +24,7 @@ from mambacl.backbones.layers import (
     initialize_linear,
     run_blocks,
 )
-from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights
+from mambacl.backbones.registry import MODELS, ModelEntry, PublicWeights, packaged
 from mambacl.errors import UserError
 
 HALF = (0.5, 0.5, 0.5)
@@ -197,7 +197,7 @@ def _register(name: str, config: dict[str, Any], weights: Mapping[str, PublicWei
 NANO = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 11, "num_heads": 3, "num_classes": 200, **IMAGENET}
 
 _register("vit", {})
-_register("vit_nano", NANO)
+_register("vit_nano", NANO, {"tin32-59ep": packaged("vit_nano_tin32_59ep.safetensors", 33.6)})
 _register("vit_tiny", {"embed_dim": 192, "num_heads": 3}, _tags("vit_tiny_patch16_224", 75.5))
 _register("vit_small", {"embed_dim": 384, "num_heads": 6}, _tags("vit_small_patch16_224", 81.4))
 _register("vit_base", {}, _tags("vit_base_patch16_224", 84.5, ("orig_in21k", 0, "ImageNet-21k")))
