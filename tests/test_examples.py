@@ -28,7 +28,9 @@ def example(name: str) -> Any:
 def test_the_calibration_is_measured_half_way_and_at_the_end(monkeypatch, tmp_path):
     calibration = example("calibration")
     preset = tmp_path / "small.yaml"
-    preset.write_text(yaml.safe_dump({**CONFIG, "method": "analytic", "classifier_options": {"width": 40}}))
+    preset.write_text(
+        yaml.safe_dump({**CONFIG, "method": "analytic", "classifier_options": {"width": 40, "ridge": 1.0}})
+    )
     monkeypatch.setattr(
         calibration, "RUNS", {"small": (str(preset), {"stream.train_per_class": 16}), "CIFAR": (str(preset), {})}
     )

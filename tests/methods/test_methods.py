@@ -112,7 +112,7 @@ def test_only_what_the_setting_names_is_trained(tiny_model: Callable[..., nn.Mod
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Methods with classifiers. Some answer in a way of their own, and a method that trains nothing, or only in the first
+    """Methods with classifiers. Some answer in a way of their own. A method that trains nothing, or only in the first
     task, takes no classifier that trains."""
     methods = [method for method in METHODS.names() if not METHODS.get(method).own_answer]
     every = [method for method in TRAINING if method not in ONCE]

@@ -66,12 +66,12 @@ class Watched(MambaCL):
 
     def __init__(self, model: torch.nn.Module, setup: Setup, run: dict[str, Tensor]) -> None:
         super().__init__(model, setup)
-        self.run, self.noted, self.task = run, {}, -1
+        self.run, self.noted, self.task_index = run, {}, -1
         self.losses: list[float] = []
 
     def start_task(self, task: Task) -> None:
         super().start_task(task)
-        self.task = task.index
+        self.task_index = task.index
         if task.index != 1:  # the second is the first's continuation, and that is for the product to do
             with torch.no_grad():
                 for name, parameter in self.heads.heads[-1].named_parameters():
@@ -101,15 +101,15 @@ class Watched(MambaCL):
         seconds = super().finish_task(batches)
         for kind, tensors in (("cov_accum", self.space.covariances()), ("proj", self.space.projectors())):
             for name, value in tensors.items():
-                self.noted[f"task{self.task}.{kind}.{public_name(name)}"] = (
+                self.noted[f"task{self.task_index}.{kind}.{public_name(name)}"] = (
                     value if kind == "cov_accum" else value.dense()
                 )
         for name, decomposition in self.space.decompositions().items():
-            self.noted[f"task{self.task}.rank.{public_name(name)}"] = decomposition.rank
+            self.noted[f"task{self.task_index}.rank.{public_name(name)}"] = decomposition.rank
         return seconds
 
     def note(self, moment: str) -> None:
-        prefix = f"task{self.task}.{moment}.param."
+        prefix = f"task{self.task_index}.{moment}.param."
         for name, parameter in self.model.named_parameters():
             if name.endswith("x_proj.weight"):
                 for part, (a, b) in ROWS.items():

@@ -105,6 +105,8 @@ def recorded(folder: RunFolder) -> object:
 def test_before_tags_every_model_had_one_file() -> None:
     for name in MODELS.names():
         public = [tag for tag, weights in MODELS.get(name).weights.items() if weights.url]
+        if name.startswith("vit"):  # came with tags
+            continue
         assert not public or BEFORE_TAGS.get(name, "in1k") in public, name
     assert all(BEFORE_TAGS[name] in MODELS.get(name).weights for name in BEFORE_TAGS)
 
