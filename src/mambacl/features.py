@@ -34,4 +34,4 @@ class FeatureOptions(Options):
     of the two are added, which takes twice as long"""
     kept: Annotated[int, at_least(0)] = 500
     """images whose features stay in the state, drawn from all tasks, to calibrate probabilities with; 0: none, and no
-    calibration. An image takes about two bytes per feature, twice that with mirror images"""
+    calibration. An image takes about as many bytes as it has features, twice that with mirror images"""
