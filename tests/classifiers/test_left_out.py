@@ -9,9 +9,7 @@ from torch import Tensor
 
 from mambacl.classifiers import LDA, Gaussian, NearestMean, Ridge
 from mambacl.classifiers.base import Classifier
-from mambacl.classifiers.calibration import calibrated
-from mambacl.classifiers.kept import KeptFeatures
-from mambacl.classifiers.left_out import EXACT, without_class
+from mambacl.classifiers.left_out import without_class
 from mambacl.errors import UserError
 
 D, CLASSES, IMAGES = 12, 4, 60
@@ -60,47 +58,6 @@ def test_left_out_scores_are_those_of_fitting_without_the_image(case: str, views
         # LDA adds its rounding error, which depends on the images, to S
         assert_near(one, expected.double(), 10**6 if kind is not LDA else 10**12, size=float(expected.abs().max()))
         assert not torch.allclose(one, taught(kind, features, labels, **options)(features[image]).double())
-
-
-SMALL: dict[str, Any] = {**RIDGE, "width": 400, "activation": "fourier", "ridge": 1e-3}  # more units than images
-
-
-def kept(features: Tensor, labels: Tensor) -> KeptFeatures:
-    made = KeptFeatures(IMAGES, features.shape[1], D)
-    made.add(list(features.unbind(1)), labels)
-    return made
-
-
-def in_eight_bits(features: Tensor, labels: Tensor) -> KeptFeatures:
-    made = kept(features, labels)
-    made.scales = features.abs().amax(-1, keepdim=True).float() / 127
-    made.values = (features / made.scales).round().to(torch.int8)
-    return made
-
-
-@pytest.mark.parametrize("views", [1, 2])
-def test_kept_features_can_be_left_out_with_a_small_ridge(views: int) -> None:
-    """Rounding moves an image away from itself: the more so, the smaller the ridge."""
-    features, labels = some(views)
-    ridge = taught(Ridge, features, labels, **SMALL)
-    once, again, _ = kept(features, labels).read()
-    found, _ = ridge.left_out(once, labels, again)
-    targets = torch.nn.functional.one_hot(labels, CLASSES)[:, None]
-    for image in range(0, IMAGES, 7):
-        others = torch.arange(IMAGES) != image
-        expected = taught(Ridge, features[others], labels[others], **SMALL)(features[image]).double()
-        assert (found[image] - expected).norm() <= EXACT * (targets[image] - expected).norm()
-
-
-@pytest.mark.parametrize("views", [1, 2])
-def test_scores_that_rounding_decides_are_none(views: int) -> None:
-    features, labels = some(views)
-    once, again, _ = in_eight_bits(features, labels).read()
-    found = taught(Ridge, features, labels, **{**SMALL, "ridge": 1e-4}).left_out(once, labels, again)
-    assert all(scores.isnan().any(2).all() for scores in found)
-    assert calibrated(found[0].mean(1), found[1].mean(1), labels, True) is None
-    known, foreign = taught(Ridge, features, labels, **{**SMALL, "ridge": 1.0}).left_out(once, labels, again)
-    assert not known.isnan().any() and not foreign.isnan().any()
 
 
 def test_the_weights_of_classes_hold_without_an_image_too() -> None:

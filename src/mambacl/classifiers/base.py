@@ -81,13 +81,10 @@ class Classifier(nn.Module, ABC):
         }
         return own["left_out"] is own["forward"]
 
-    def left_out(self, features: Tensor, labels: Tensor, again: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` would say about images (n, views, d) that it was updated with, all their views among them, if
         it had never seen the image, and if it had never seen its class: scores (n, views, classes) twice, the second
-        with minus infinity for the image's class. Each image is left out on its own. Only if `leaves_out`.
-
-        `again`: the features after another rounding like that of `features`. An image whose scores depend on it too
-        much to be of use gets NaN."""
+        with minus infinity for the image's class. Each image is left out on its own. Only if `leaves_out`."""
         raise UserError(f"The classifier '{self.name}' cannot tell how it would answer without an image.")
 
     def merge(self, other: "Classifier") -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 VERSION = 1
 FEWEST = 50  # images that a calibration needs
-INEXACT = 0.02  # share of them that may have no exact scores: they are hard ones, and missing ones bias the thresholds
 KNEES = [2.0 ** (step / 2) for step in range(-2, 9)]  # times the root of the mean square score
 HALVINGS = 26
 NAMES = ("version", "temperature", "knee", "known", "foreign")
@@ -87,12 +86,8 @@ def bent(scores: Tensor, knee: float) -> Tensor:
 
 def calibrated(known: Tensor, foreign: Tensor, labels: Tensor, estimates: bool) -> Calibration | None:
     """From the scores (n, classes) of images that were left out, of the same images without their class, and their
-    labels; None if there are too few, or too many with scores of NaN. `estimates`: the scores estimate probabilities,
-    and may have a knee. A class without images scores minus infinity."""
-    exact = ~known.isnan().any(1)
-    if len(labels) and float(exact.double().mean()) < 1 - INEXACT:
-        return None
-    known, foreign, labels = known[exact], foreign[exact], labels[exact]
+    labels; None if there are too few. `estimates`: the scores estimate probabilities, and may have a knee. A class
+    without images scores minus infinity."""
     if len(labels) < FEWEST or known.shape[1] < 2:
         return None
     known, foreign, knees = known.double(), foreign.double(), [math.inf]

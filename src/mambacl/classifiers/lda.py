@@ -85,7 +85,7 @@ class LDA(ClassStatisticsClassifier):
         return torch.addmm(biases, features.double() - centre, weights.T).to(features.dtype)
 
     @torch.no_grad()
-    def left_out(self, features: Tensor, labels: Tensor, again: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Without an image, the mean of its class changes, and S loses as many directions D as the image has views:
 
             S' = S - D^T K D,  K = (1 - a) / f (I + 1 1^T / (n - views)),  D = the views less the mean of their class

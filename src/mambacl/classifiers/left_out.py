@@ -2,16 +2,11 @@
 
 Images are rows h (units,) of a ridge regression, A = G + r I, W = A^-1 Q. The views of an image, itself and maybe its
 mirror image, are left out together.
-
-The rows are those of features that were rounded after they had entered G. What the rounding adds to a row lies outside
-G's span, and a small ridge makes much of it: leverages, which are below 1, come out too large.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-EXACT = 0.25  # relative error up to which the residuals of an image that is left out count
 
 
 def without_images(scores: Tensor, leverages: Tensor, labels: Tensor) -> Tensor:
@@ -23,14 +18,6 @@ def without_images(scores: Tensor, leverages: Tensor, labels: Tensor) -> Tensor:
     targets = F.one_hot(labels, scores.shape[2]).to(scores)[:, None]
     identity = torch.eye(scores.shape[1], dtype=scores.dtype, device=scores.device)
     return targets - torch.linalg.solve(identity - leverages, targets - scores)
-
-
-def exact_enough(leverages: Tensor, again: Tensor) -> Tensor:
-    """Which of n images can be left out: (n,). `again` has their leverages (n, views, views) after another rounding, so
-    that the difference E is about as large as the error. It changes (I - H A^-1 H^T)^-1 R by the share
-    |E| / (1 - the largest eigenvalue of H A^-1 H^T) at most."""
-    room = 1 - torch.linalg.eigvalsh(leverages)[:, -1]
-    return (room > 0) & (torch.linalg.eigvalsh(again - leverages).abs().amax(1) <= EXACT * room)
 
 
 def without_class(scores: Tensor, products: Tensor, counts: Tensor, labels: Tensor) -> Tensor:
@@ -53,20 +40,12 @@ def without_own(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def regression(
-    lower: Tensor, rows: Tensor, again: Tensor, sums: Tensor, counts: Tensor, labels: Tensor
+    lower: Tensor, rows: Tensor, sums: Tensor, counts: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """W (classes, units), and the scores of rows (n, views, units) without the image and without its class, from the
-    Cholesky factor of A, Q as (classes, units), and the number of rows per class; all in float64. `again`: the rows
-    after another rounding. Scores that this changes too much are NaN."""
+    Cholesky factor of A, Q as (classes, units), and the number of rows per class; all in float64."""
     weights = torch.cholesky_solve(sums.T.to(lower.dtype), lower).T.double()
-
-    def leverages(rows: Tensor) -> Tensor:
-        half = torch.linalg.solve_triangular(lower, rows.flatten(0, 1).T.to(lower.dtype), upper=False)
-        half = half.T.double().unflatten(0, rows.shape[:2])
-        return half @ half.mT
-
-    own = leverages(rows)
-    exact = exact_enough(own, leverages(again))
-    own = own.where(exact[:, None, None], 0.0)  # a leverage of 1 cannot be solved for
-    known = without_images(rows.double() @ weights.T, own, labels).where(exact[:, None, None], torch.nan)
+    half = torch.linalg.solve_triangular(lower, rows.flatten(0, 1).T.to(lower.dtype), upper=False)
+    half = half.T.double().unflatten(0, rows.shape[:2])
+    known = without_images(rows.double() @ weights.T, half @ half.mT, labels)
     return weights, known, without_class(known, sums @ weights.T, counts, labels)

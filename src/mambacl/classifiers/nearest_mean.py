@@ -107,7 +107,7 @@ class NearestMean(FollowsDrift, StatisticsClassifier):
         return scores.masked_fill(self.counts == 0, -torch.inf)
 
     @torch.no_grad()
-    def left_out(self, features: Tensor, labels: Tensor, again: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Only the mean of an image's own class changes without it."""
         features, labels = features.to(self.sums.device).double(), labels.to(self.sums.device)
         scores = self(features.flatten(0, 1)).unflatten(0, features.shape[:2])

@@ -393,16 +393,13 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         return scores.masked_fill(self.counts == 0, -torch.inf)
 
     @torch.no_grad()
-    def left_out(self, features: Tensor, labels: Tensor, again: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def left_out(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """With the ridge of the solution. What weights classes (`balanced`, `favour_rare`) multiplies columns of the
         solution, and those of the scores without an image just as well."""
         self._absorb()
         self._solve()
         labels, counts = labels.to(self.sums.device), self.counts
-        lifted, other = (
-            self.lifted(some.to(self.sums.device).flatten(0, 1)).unflatten(0, features.shape[:2])
-            for some in (features, features if again is None else again)
-        )
+        lifted = self.lifted(features.to(self.sums.device).flatten(0, 1)).unflatten(0, features.shape[:2])
         dtype = torch.float64 if self.units <= FLOAT64_UNITS * self.options.blocks else torch.float32
         found = torch.zeros(2, *lifted.shape[:2], self.classes, dtype=torch.float64, device=lifted.device)
         sums = self.sums.double()
@@ -410,8 +407,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
             for block in storage_of.blocks_of(self.units, self.options.blocks):
                 whole = self._whole(block, dtype)
                 lower = least_squares.checked_factor(whole, whole.diagonal().clone(), float(self.ridge))
-                rows = lifted[..., block], other[..., block]
-                plain, *both = left_out.regression(lower, *rows, sums[:, block], counts, labels)
+                plain, *both = left_out.regression(lower, lifted[..., block], sums[:, block], counts, labels)
                 factors = (self.weights[:, block].double() * plain).sum(1) / plain.square().sum(1).clamp(min=1e-300)
                 found += factors * torch.stack(both)
         known, foreign = found.masked_fill(counts == 0, -torch.inf)

@@ -117,8 +117,8 @@ class Predictor:
             why = "its tasks are domains; choose thresholds on your own images"
         else:
             why = self.method.why_not_calibrated() or (
-                f"it has learned fewer than {FEWEST} images, or too few for its ridge to tell how it would answer "
-                "without one of them, or was made by an earlier version: train it again, with more images"
+                f"it has learned fewer than {FEWEST} images, or was made by an earlier version: train it again, with "
+                "more images"
             )
         return f"The probabilities of this model are not calibrated, because {why}."
 

@@ -321,14 +321,14 @@ class Method:
         """Called when the classifier is complete for a task: calibrates its probabilities, on the features that were
         kept, as if it had never seen them."""
         self.calibration = None
-        features, again, labels = (tensor.to(self.device) for tensor in self.kept.read())
+        features, labels = self.kept.read()
         if len(labels):
             with full_precision(next(self.model.parameters())):
-                known, foreign = self.classifier.left_out(features, labels, again)
+                known, foreign = self.classifier.left_out(features.to(self.device), labels.to(self.device))
             views = len(self.views(torch.empty(0, 0, 0, 0)))
             known, foreign = known[:, :views].mean(1), foreign[:, :views].mean(1)
             estimates = self.classifier.estimates_probabilities
-            self.calibration = calibrated(known, foreign, labels, estimates)
+            self.calibration = calibrated(known, foreign, labels.to(self.device), estimates)
 
     def why_not_calibrated(self) -> str:
         """Why `calibrate` can do nothing, as the end of a sentence with the remedy; empty if it can."""
