@@ -25,7 +25,7 @@ from mambacl.methods.base import CALIBRATION, KEPT
 from mambacl.training.folder import RunFolder
 
 OPTIONS: dict[str, Any] = {
-    "method": "analytic", "classifier_options": {"width": 64, "ridge": 1.0}, "features": {"mirror": "both", "kept": 60},
+    "method": "analytic", "classifier_options": {"width": 64}, "features": {"mirror": "both", "kept": 60},
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_the_sample_does_not_depend_on_the_batch_size(trained: Path, tmp_path: P
 def test_the_kept_features_are_a_bounded_sample_of_all_tasks(trained: Path) -> None:
     found = state(trained)
     assert len(found[KEPT + "labels"]) == 60 and found[KEPT + "counts"].tolist() == [8] * 10
-    assert found[KEPT + "values"].dtype == torch.int16 and found[KEPT + "values"].shape[:2] == (60, 2)
+    assert found[KEPT + "values"].dtype == torch.int8 and found[KEPT + "values"].shape[:2] == (60, 2)
     assert set(found[KEPT + "labels"].tolist()) == set(range(10))
 
 
