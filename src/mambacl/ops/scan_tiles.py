@@ -289,9 +289,11 @@ class _Call:
 
     @property
     def share(self) -> int:
-        """Blocks of channels per program, which leaves one partial sum of dB and dC for all of them."""
+        """Blocks of channels per program, which leaves one partial sum of dB and dC for all of them. With 5 to 8 states
+        these sums cost more than a second block per program does."""
         waves = self.blocks * len(self.u) * self.plan.warps // (RESIDENT[True] * processors(self.u.device))
-        return max(1, min(self.constants["BLOCKS"], waves // SPREAD))
+        least = 2 if 4 < self.constants["N"] <= 8 else 1
+        return min(self.constants["BLOCKS"], max(least, waves // SPREAD))
 
 
 def _split(u: Tensor, blocks: int, states: int, plan: Layout, backward: bool) -> Split:
