@@ -96,7 +96,9 @@ class TaskChanges(nn.Module):
         self.places, self.make, self.generator = list(places), make, torch.Generator()
         self.tasks = PerTask(self._new)
         self.factors: Callable[[int], Tensor | None] = lambda place: None
-        """of a place by its index: the factors of all tasks' changes; None for 1"""
+        """of a place by its index: the factors of the changes that count; None for 1"""
+        self.only: int | None = None
+        """the task whose change alone counts; None for the sum over all"""
         by_layer: dict[nn.Linear, list[int]] = {}
         for index, place in enumerate(self.places):
             by_layer.setdefault(place.layer, []).append(index)
@@ -112,17 +114,17 @@ class TaskChanges(nn.Module):
         self.tasks.add()
 
     def at(self, place: int) -> list[Any]:
-        """The changes of a place, by task."""
-        return [self.tasks[task][place] for task in range(len(self.tasks))]
+        """The changes of a place that count, by task."""
+        return [self.tasks[task][place] for task in (range(len(self.tasks)) if self.only is None else (self.only,))]
 
     def matrices(self, place: int) -> list[Tensor]:
-        """The sum over tasks, as matrices that multiply the layer's input in turn."""
+        """The sum of those, as matrices that multiply the layer's input in turn."""
         changes = self.at(place)
         found: list[Tensor] = changes[0].matrices(changes, self.factors(place))
         return found
 
     def weight(self, place: int) -> Tensor:
-        """The sum over tasks as one matrix (outputs, inputs)."""
+        """The sum of those as one matrix (outputs, inputs)."""
         first, *others = self.matrices(place)
         for matrix in others:
             first = matrix @ first
