@@ -73,7 +73,9 @@ def test_a_new_change_leaves_the_memory_alone(family, variant):
     method = new_method("inflora", family, rank=4, variant=variant, share=0.9)
     learn(method, [0], steps=5)
     free = method.free()
-    assert set(free) == {place.name for place in method.changes.places} and all(0 < share < 1 for share in free.values())
+    assert set(free) == {place.name for place in method.changes.places} and all(
+        0 < share < 1 for share in free.values()
+    )
     method.start_task(Task(1, 2, 2, seed=1))
     method.start_epoch(0, lambda: [task_data(1, 2, seed=3)])
     for place, change in zip(method.changes.places, method.changes.tasks[-1], strict=True):
@@ -125,7 +127,9 @@ def learn_with_design(method, task):
 
 
 def test_a_mistake_gets_one_sentence():
-    with pytest.raises(UserError, match=r"inflora: options\.rank 33 is too large for blocks\.0\.attn\.qkv with 32 inputs"):
+    with pytest.raises(
+        UserError, match=r"inflora: options\.rank 33 is too large for blocks\.0\.attn\.qkv with 32 inputs"
+    ):
         new_method("inflora", "vit_nano", rank=33)
     with pytest.raises(UserError, match="share must be at least 0 and at most 1"):
         new_method("inflora", "vit_nano", share=1.5)

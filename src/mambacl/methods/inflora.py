@@ -1,5 +1,6 @@
-"""InfLoRA (Liang and Li, *InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning*, CVPR 2024): a low-rank
-change B A per task. A is fixed: the leading directions of the task's inputs that earlier tasks' inputs do not need.
+"""InfLoRA (Liang and Li, *InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning*, CVPR 2024): a
+low-rank change B A per task. A is fixed: the leading directions of the task's inputs that earlier tasks' inputs do not
+need.
 
 Before a task, one pass over its images gives the second moment of each layer's inputs. What it has outside of the
 memory of earlier tasks gives A. After the task, another pass grows the memory (DualGPM, `nullspace/subspaces.py`).

@@ -1,5 +1,6 @@
-"""LoRA-DRS (Liu and Chang, *LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual Learning*, CVPR 2025):
-a low-rank change per task, trained in the directions of the task's inputs to the model *minus* earlier tasks' changes.
+"""LoRA-DRS (Liu and Chang, *LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual Learning*, CVPR
+2025): a low-rank change per task, trained in the directions of the task's inputs to the model *minus* earlier tasks'
+changes.
 
 Before a task, one pass over its images through W - sum_{j<t} B_j A_j gives the second moment of each layer's inputs.
 Finished updates of A and B keep their share in its leading directions only. A triplet loss separates classes, also from
@@ -57,6 +58,7 @@ class LoraDrs(ChangesLayers):
     options_class: ClassVar[type] = LoraDrsOptions
     own_classifier: ClassVar[str] = "nearest-mean"
     own_answer: ClassVar[bool] = True
+
     def check_places(self, places: list[Place]) -> None:
         check_rank(places, self.options.rank, "lora-drs: options.rank")
         parts: dict[str, list[Part]] = {}

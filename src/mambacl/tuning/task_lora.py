@@ -81,8 +81,8 @@ def check_rank(places: Sequence[Place], rank: int, option: str) -> None:
     for place in places:
         if rank > (most := min(place.inputs, place.outputs)):
             raise UserError(
-                f"{option} {rank} is too large for {place.name} with {place.inputs} inputs and {place.outputs} outputs: "
-                f"set it to {most} or less, or leave the layer out of options.layers."
+                f"{option} {rank} is too large for {place.name} with {place.inputs} inputs and {place.outputs} "
+                f"outputs: set it to {most} or less, or leave the layer out of options.layers."
             )
 
 
