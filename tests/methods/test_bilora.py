@@ -61,7 +61,9 @@ def test_it_learns(family):
 
 
 def test_a_mistake_gets_one_sentence():
-    words = r"bilora: options\.frequencies 1025 is more than blocks\.0\.attn\.qkv\.k has weights: set it to 1024 or less"
+    words = (
+        r"bilora: options\.frequencies 1025 is more than blocks\.0\.attn\.qkv\.k has weights: set it to 1024 or less"
+    )
     with pytest.raises(UserError, match=words):
         new_method("bilora", "vit_nano", frequencies=1025)
     with pytest.raises(UserError, match="alpha must be positive"):

@@ -43,7 +43,8 @@ class BiLora(ChangesLayers):
         for place in places:
             if (wanted := self.options.frequencies or 1) > (most := place.inputs * place.outputs):
                 raise UserError(
-                    f"bilora: options.frequencies {wanted} is more than {place.name} has weights: set it to {most} or less."
+                    f"bilora: options.frequencies {wanted} is more than {place.name} has weights: set it to {most} or "
+                    "less."
                 )
 
     def new_change(self, place: Place, task: int, generator: torch.Generator) -> nn.Module:

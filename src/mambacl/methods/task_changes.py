@@ -1,5 +1,5 @@
-"""What InfLoRA, SD-LoRA, BiLoRA and LoRA-DRS share: each task adds a change to some linear layers (`tuning/task_lora.py`)
-and a linear head; both are fixed when it ends."""
+"""What InfLoRA, SD-LoRA, BiLoRA and LoRA-DRS share: each task adds a change to some linear layers
+(`tuning/task_lora.py`) and a linear head; both are fixed when it ends."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,10 +56,11 @@ class ChangesLayers(Method):
         self.changes.add(task.seed)
         super().start_task(task)
 
-    def moments(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[nn.Linear, Tensor]:
-        """For each layer that changes: the sum of x x^T over its inputs x, (inputs, inputs) in float64."""
-        layers = {place.layer: place.name for place in self.changes.places}
-        sources = {layer: plain_layer(layer, name) for layer, name in layers.items()}
-        wanted = {source: {"in": Covariance("in", ["in"], False)} for source in sources.values() if source is not None}
+    def moments(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """By the name of each layer that changes: the sum of x x^T over its inputs x, (inputs, inputs) in float64."""
+        layers = {place.layer_name: place.layer for place in self.changes.places}
+        found = {name: Covariance("in", ["in"], batch_mean=False) for name in layers}
+        sources = {name: plain_layer(layer, name) for name, layer in layers.items()}
+        wanted = {source: {"in": found[name]} for name, source in sources.items() if source is not None}
         gather(self.model, wanted, batches, self.features, getattr(torch, self.setup.setting.products))
-        return {source.module: found["in"].totals["covariance"] for source, found in wanted.items()}  # type: ignore[misc]
+        return {name: one.totals["covariance"] for name, one in found.items()}

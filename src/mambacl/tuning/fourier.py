@@ -37,5 +37,5 @@ class FourierChange(nn.Module):
         spectrum = first.coefficients.new_zeros(first.outputs * first.width)
         for index, change in enumerate(changes):  # one after the other: sums do not depend on the order of threads
             values = change.coefficients if factors is None else factors[index] * change.coefficients
-            spectrum = spectrum.index_add(0, change.positions, values)
+            spectrum = spectrum.index_add(0, change.positions.long(), values)
         return [first.alpha * torch.fft.ifft2(spectrum.view(first.outputs, first.width)).real]

@@ -32,6 +32,8 @@ class Place:
     """A linear layer, or some of its rows."""
 
     name: str
+    """the layer's, with `.k` or the like for a part of it"""
+    layer_name: str
     layer: nn.Linear
     rows: tuple[tuple[int, int], ...]
     """from and to, in ascending order"""
@@ -63,14 +65,14 @@ def places_of(model: nn.Module, names: Sequence[str], together: bool = False) ->
         layers |= linear_layers(model, [wanted])
     for name, layer in layers.items():
         if not thirds or name.rpartition(".")[2] != QKV:
-            found.append(Place(name, layer, ((0, layer.out_features),)))
+            found.append(Place(name, name, layer, ((0, layer.out_features),)))
             continue
         size = layer.out_features // 3
         starts = {part: size * PARTS.index(part) for part in thirds}
         if together:
-            found.append(Place(name, layer, tuple((start, start + size) for start in starts.values())))
+            found.append(Place(name, name, layer, tuple((start, start + size) for start in starts.values())))
         else:
-            found += [Place(f"{name}.{part}", layer, ((start, start + size),)) for part, start in starts.items()]
+            found += [Place(f"{name}.{part}", name, layer, ((start, start + size),)) for part, start in starts.items()]
     return found
 
 
@@ -79,8 +81,8 @@ def check_rank(places: Sequence[Place], rank: int, option: str) -> None:
     for place in places:
         if rank > (most := min(place.inputs, place.outputs)):
             raise UserError(
-                f"{option} {rank} is too large for {place.name} with {place.inputs} inputs and {place.outputs} outputs: "
-                f"set it to {most} or less, or leave the layer out of options.layers."
+                f"{option} {rank} is too large for {place.name} with {place.inputs} inputs and {place.outputs} "
+                f"outputs: set it to {most} or less, or leave the layer out of options.layers."
             )
 
 
