@@ -44,8 +44,8 @@ class SharedAndOwn(nn.Module):
         self.split = depth // 2 if shared is None else shared
         if not 0 < self.split < depth:
             raise UserError(
-                f"options.shared ({self.split}) must be at least 1 and below the number of blocks ({depth}), which have "
-                "to be equally wide: use a vit, De-focus Mamba or Vim backbone."
+                f"options.shared ({self.split}) must be at least 1 and below the number of blocks ({depth}), which "
+                "have to be equally wide: use a vit, De-focus Mamba or Vim backbone."
             )
         self.backbone, self.rank = [model], rank  # in a list, so that the model is no part of the state
         blocks = in_blocks(model, places)
