@@ -71,6 +71,18 @@ def test_onnx_of_each_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method, options", [("sd-lora", {"rank": 4}), ("bilora", {"frequencies": 30})])
+def test_pt2_of_changed_layers(method: str, options: dict[str, int], tmp_path: Path) -> None:
+    """What a method adds to the backbone is exported and counts in the check in float64."""
+    model = predictor("vim", method=method, options=options)
+    with torch.no_grad():
+        for name, parameter in model.method.tuning.modules.named_parameters():
+            if name.endswith(("B", "coefficients")):
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    check(model, tmp_path, "pt2")
+
+
+@pytest.mark.slow
 @pytest.mark.extras
 def test_onnx_of_ridge_with_depths_mirror_and_preprocessing(tmp_path: Path) -> None:
     needs("onnx")

@@ -197,7 +197,7 @@ def test_options_of_adapters(name: str) -> None:
     shapes = {tuple(p.shape) for key, p in method.named_parameters()["backbone"] if key.endswith("weight")}
     assert shapes == {(4, 32), (32, 4)}
     for wrong in ({"bottleneck": 0}, {"scale": 0.0}, {"scale": -1.0}):
-        with pytest.raises(UserError, match=r"options\."):
+        with pytest.raises(UserError, match=f"{name}: {next(iter(wrong))} must"):
             new_method(name, **wrong)
     with pytest.raises(UserError, match="Did you mean 'bottleneck'"):
         new_method(name, bottlenek=4)

@@ -1,10 +1,14 @@
-"""EASE: its formulas by hand, and what the method keeps."""
+"""EASE: its formulas by hand, what the method keeps, and the numbers recorded from its public code."""
 
 import math
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from adapter_methods_help import learn, new_method, small, task_data
+from adapter_recordings import AdapterRecording
+from prompt_recordings import FIRST, LATER
 from torch import nn
 
 from mambacl.classifiers.cosine import CosineHead
@@ -18,7 +22,9 @@ from mambacl.classifiers.subspaces import (
     weights_of_subspaces,
 )
 from mambacl.errors import UserError
-from mambacl.methods import METHODS, Setup, Task
+from mambacl.methods import METHODS, Method, Setup, Task
+from mambacl.training.loop import make_optimizer
+from mambacl.training.recipe import Recipe
 
 # The formulas
 
@@ -167,6 +173,18 @@ def test_prototypes_mapped_by_later_classes_change_with_each_task() -> None:
     assert kept == {"new": True, "later": False}
 
 
+def test_adapters_are_beside_the_mlps_of_a_vit_unless_told_otherwise() -> None:
+    images = task_data(0, 2, seed=0)[0]
+    for options, reads_normed in (({}, False), ({"place": "mixer"}, True)):
+        method = new_method("ease", "vit_nano", **options)
+        method.start_task(Task(0, 2, 0, seed=0))
+        read: list[torch.Tensor] = []
+        method.adapters.adapters[0][0].register_forward_pre_hook(lambda _, given, read=read: read.append(given[0]))
+        method.loss(images, torch.zeros(len(images), dtype=torch.int64))
+        means = read[0].mean(2)  # of tokens after a norm that has not been trained: 0
+        assert (means.abs().max() < 1e-5) == reads_normed
+
+
 def test_known_classes_have_the_backbones_subspace() -> None:
     """Nothing is trained in the first task: its prototypes are the plain backbone's mean features."""
     model = small("defocus_mamba_nano")
@@ -200,3 +218,62 @@ def test_wrong_options() -> None:
     for wrong in ({"alpha": -0.1}, {"others": "max"}, {"mapped_by": "old"}, {"cosine_scale": 0.0}):
         with pytest.raises(UserError, match=rf"^(options\.|ease: ){next(iter(wrong))} "):
             new_method("ease", **wrong)
+
+
+# As recorded
+
+
+def recorded_parameters(method: Method) -> dict[str, nn.Parameter]:
+    """The current task's, by their recorded names."""
+    adapters = {name.split(".", 2)[2]: p for name, p in method.adapters.trained()}
+    head = method.heads.heads[-1]
+    return {
+        **{re.sub(r"^(\d+)", r"block\1", name): parameter for name, parameter in adapters.items()},
+        "head_weight": head.weight,
+        "head_scale": head.scale,
+    }
+
+
+def test_three_tasks_as_recorded() -> None:
+    """github.com/sun-hailong/CVPR24-Ease at 6d67508, on its ViT: adapters beside the MLPs."""
+    recording = AdapterRecording("ease")
+    c, classes = recording.config, recording.classes
+    options = {"variant": "public-code", "bottleneck": c["bottleneck"], "alpha": c["alpha"]}
+    method = METHODS.get("ease")(recording.model(), Setup(options=options))
+    recipe = Recipe(optimizer="sgd", weight_decay=c["weight_decay"], schedule="epoch-cosine", passes=c["epochs"])
+    for task in range(c["tasks"]):
+        method.start_task(Task(task, classes, task * classes, seed=task))
+        method.heads.double()
+        parameters = recorded_parameters(method)
+        with torch.no_grad():
+            for name, tensor in recording.under(f"task{task}.initial.").items():
+                parameters[name].copy_(tensor)
+        optimizer = make_optimizer(recipe, [{"params": [*parameters.values()], "lr": c["lr"]}])
+        losses, rates = [], []
+        for step in range(c["epochs"] * c["batches"]):
+            (group,) = optimizer.param_groups
+            group["lr"] = c["lr"] * recipe.lr_factor(step // c["batches"])
+            loss, _ = method.loss(*recording.batch(task, step))
+            optimizer.zero_grad()
+            loss.backward()
+            for name, parameter in parameters.items() if step == 0 else ():
+                grad = parameter.grad.reshape(recording[f"task{task}.step0.gradient.{name}"].shape)
+                recording.near(f"task{task}.step0.gradient.{name}", grad, FIRST)
+            optimizer.step()
+            losses.append(loss.detach())
+            rates.append(torch.tensor(group["lr"], dtype=torch.float64))
+        recording.near(f"task{task}.losses", torch.stack(losses), FIRST if task == 0 else LATER)
+        recording.near(f"task{task}.learning_rates", torch.stack(rates), FIRST)
+        for name, parameter in parameters.items():
+            found = parameter.reshape(recording[f"task{task}.final.{name}"].shape)
+            recording.near(f"task{task}.final.{name}", found, LATER)
+        before = F.pad(method.prototypes, (0, 0, 0, 1))
+        method.finish_task(recording.batches(task))
+        before = torch.cat((before, method.prototypes[task * classes :]))  # the task's own classes stay as they are
+        recording.near(f"task{task}.prototypes_before_completion", before.flatten(1), LATER)
+        recording.near(f"task{task}.prototypes", method.prototypes.flatten(1), LATER)
+        with torch.no_grad():
+            features = torch.cat(method._subspaces(recording["test.images"]), dim=1)
+            recording.near(f"task{task}.test.features_all_subspaces", features, LATER)
+            recording.near(f"task{task}.test.logits", method.predict(recording["test.images"]), LATER)
+    recording.assert_all_compared()

@@ -33,3 +33,26 @@ def test_recipes(preset, method, passes, batch, lr, head_lr):
         weights = (0.323, 0.137) if "cifar" in preset else (0.3, 0.7)
         assert (config.options["task_weight"], config.options["class_weight"]) == weights
         assert config.options.get("pool", 10) == (20 if preset == "imagenet-r-20" else 10)
+
+
+@pytest.mark.parametrize(
+    "preset, method, passes, lr, head_lr, optimizer, schedule, options",
+    [
+        ("cifar100-10", "inflora", 20, 5e-4, 5e-4, "adam", "coda-cosine", {"share": 0.95}),
+        ("imagenet-r-20", "inflora", 50, 5e-4, 5e-4, "adam", "coda-cosine", {"share": 0.98}),
+        ("domainnet-s200-10", "inflora", 5, 0.005, 0.01, "sgd", "coda-cosine", {"share": 0.95, "rank": 30}),
+        ("cifar100-10", "bilora", 20, 5e-4, 5e-4, "adam", "coda-cosine", {}),
+        ("imagenet-r-10", "bilora", 50, 5e-4, 5e-4, "adam", "coda-cosine", {}),
+        ("cifar100-10", "sd-lora", 20, 0.008, 0.008, "sgd", "constant", {}),
+        ("imagenet-r-10", "sd-lora", 20, 0.01, 0.01, "sgd", "constant", {}),
+        ("domainnet-s200-10", "sd-lora", 10, 0.02, 0.02, "sgd", "multistep", {}),
+        ("cifar100-10", "lora-drs", 20, 5e-4, 2e-3, "adam", "coda-cosine", {}),
+        ("imagenet-r-10", "lora-drs", 50, 5e-4, 5e-4, "adam", "coda-cosine", {"triplet": 0.2, "margin": 2.0}),
+    ],
+)
+def test_recipes_of_low_rank_updates(preset, method, passes, lr, head_lr, optimizer, schedule, options):
+    config = resolve(preset, {"method": method})
+    recipe = config.training
+    assert (recipe.passes, recipe.batch_size, recipe.weight_decay) == (passes, 128, 0)
+    assert (recipe.lr, recipe.head_lr, recipe.optimizer, recipe.schedule) == (lr, head_lr, optimizer, schedule)
+    assert config.options == options

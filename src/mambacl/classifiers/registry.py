@@ -34,6 +34,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "registry",
             "ridge_options",
             "subspaces",
+            "triplet",
         ),
     ),
 )

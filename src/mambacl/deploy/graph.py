@@ -15,6 +15,8 @@ from mambacl.errors import UserError
 from mambacl.methods import Method
 from mambacl.ops.precision import at_least_float32
 from mambacl.ops.scan_traced import traced
+from mambacl.tuning import AddedModules, Tuning
+from mambacl.tuning.together import Together
 
 MOST = 65536  # images per batch, and pixels along a side
 
@@ -34,7 +36,7 @@ class Scores(nn.Module):
         self.method, self.classes, self.preprocessing = method, len(predictor.classes), preprocessing
         self.transforms = predictor.transforms
         self.model = method.model  # parameters belong to a registered module
-        self.tuning = method.tuning if isinstance(method.tuning, nn.Module) else None
+        self.tuning = modules_of(method.tuning)
         own = type(method).predict is not Method.predict
         self.classifier = method.classifier if own else plain_classifier(method.classifier)
         self.predict = method.predict if own else self._predict
@@ -70,6 +72,13 @@ class Scores(nn.Module):
         """How many products the sums of all layers have; for the rounding error of the scores."""
         matrices = (t for t in (*self.parameters(), *self.buffers()) if t.dim() >= 2 and t.shape[0])
         return sum(tensor[0].numel() for tensor in matrices)
+
+
+def modules_of(tuning: Tuning) -> nn.Module | None:
+    """The modules that a method has added to the backbone, or beside it."""
+    tuning = tuning.added if isinstance(tuning, Together) else tuning
+    found = tuning.modules if isinstance(tuning, AddedModules) else tuning
+    return found if isinstance(found, nn.Module) else None
 
 
 @contextmanager

@@ -57,6 +57,8 @@ class Setup:
     """number of tasks of the run; 0 if unknown, as for a model that only predicts"""
     classes: int = 0
     """number of classes of all tasks together; 0 if unknown"""
+    epochs: int = 0
+    """epochs of each task; 0 if unknown"""
     class_names: tuple[str, ...] = ()
     """of all tasks, by label; empty if unknown"""
 
@@ -76,9 +78,13 @@ class Phase:
     name: str = ""
     """for `loss`, which can ask for `self.current.name`"""
     roles: tuple[str, ...] | None = None
-    """the roles of `named_parameters` that train; None for all"""
+    """the roles of `named_parameters` that train; None for all. Without any, an epoch takes no steps"""
     rate: float = 1.0
     """factor of all learning rates"""
+    first: int = 0
+    """with `epochs`: the epoch in which the schedule of the learning rates begins"""
+    epochs: int = 0
+    """the epochs that the schedule takes; 0 for one schedule over the whole task"""
     new_optimizer: bool = False
     """whether the phase starts with a new optimizer; otherwise momenta are kept, and parameters that do not train stay
     as they are"""
@@ -225,7 +231,8 @@ class Method:
         return len(self.heads.heads) - 1
 
     def phase(self, epoch: int, epochs: int) -> Phase:
-        """What trains in an epoch of a task; the same for the same arguments, so that a run can resume in any epoch."""
+        """What trains in an epoch of a task; the same for the same arguments and state, so that a run can resume in any
+        epoch. Asked before `start_epoch`, and again after it, which may have decided otherwise."""
         return Phase()
 
     def enter(self, phase: Phase) -> None:

@@ -1,14 +1,17 @@
-"""EASE (Zhou et al., CVPR 2024) on a Mamba backbone: one set of adapters, and so one feature space, per task.
+"""EASE (Zhou et al., CVPR 2024): one set of adapters, and so one feature space, per task. They are parallel to the MLPs
+of a ViT, as published, or to the mixers of a Mamba backbone.
 
 A task trains its adapters with a cosine classifier. Each of its classes then gets a prototype in every subspace: its
 mean feature. Classes of earlier tasks get one in the new subspace, estimated from the new classes by similarity. An
 image is classified by its cosines with the prototypes; a class's own subspace has the largest weight.
+
+Its recipe: SGD, cosine, 20 passes, 64 channels; CIFAR-100 rate 0.025, decay 5e-4, batch 48; ImageNet-R 0.05, 5e-3, 16.
 """
 
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,41 +23,39 @@ from mambacl.errors import UserError
 from mambacl.methods.base import Method, Task
 from mambacl.methods.registry import METHODS
 from mambacl.ops.precision import at_least_float32, full_precision
-from mambacl.tuning import AdapterOptions, AdapterSets, Tuning
+from mambacl.options import finite_from
+from mambacl.tuning import AdapterSets, Tuning
+from mambacl.tuning.adapters import POSITIVE, PlacedOptions, chosen_place
 
 
 @dataclass(frozen=True)
-class EaseOptions(AdapterOptions):
+class EaseOptions(PlacedOptions):
     """Options of EASE."""
 
-    alpha: float = 0.1
+    alpha: Annotated[float, finite_from(0)] = 0.1
     """weight of the subspaces of other tasks"""
-    others: Literal["sum", "mean"] = "sum"
-    """sum: alpha is the weight of each of them, as in EASE's paper; mean: of all together, as in its public code"""
-    mapped_by: Literal["new", "later"] = "new"
-    """how an old class gets its prototype in a new subspace. new: once, from the classes of that subspace's task, as in
-    EASE's paper; later: again after each task, from all classes since, as in its public code (`recalc_sim`)"""
-    cosine_scale: float = 1.0
+    variant: Literal["paper", "public-code"] = "paper"
+    """what `others` and `mapped_by` are if they are auto"""
+    others: Literal["auto", "sum", "mean"] = "auto"
+    """sum: alpha is the weight of each of them (paper); mean: of all together (public-code)"""
+    mapped_by: Literal["auto", "new", "later"] = "auto"
+    """how an old class gets its prototype in a new subspace. new: once, from the classes of that subspace's task
+    (paper); later: again after each task, from all classes since (public-code, where it is called `recalc_sim`)"""
+    cosine_scale: Annotated[float, POSITIVE] = 1.0
     """initial value of the classifiers' learned scale; 1 in EASE's public code"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha < float("inf"):
-            raise UserError(f"options.alpha must not be negative, got {self.alpha}.")
-        if not 0 < self.cosine_scale < float("inf"):
-            raise UserError(f"options.cosine_scale must be positive, got {self.cosine_scale}.")
 
 
 class Ease(Method):
     name = "ease"
-    summary = "adapters and prototypes for each task, joined by similarity (EASE-Mamba)"
+    summary = "adapters and prototypes for each task, joined by similarity (EASE)"
     options_class: ClassVar[type] = EaseOptions
     own_answer: ClassVar[bool] = True
     needs_task_state = True
 
     def make_tuning(self) -> Tuning:
-        self.adapters = AdapterSets(self.model, self.options)
-        self.prototypes = torch.zeros(0, 0, self.num_features, device=self.device)
+        self.adapters = AdapterSets(self.model, self.options, chosen_place(self.model, self.options))
+        self.public = self.options.variant == "public-code"
+        self.prototypes = at_least_float32(next(self.model.parameters()).new_zeros(0, 0, self.num_features))
         """of the classes of finished tasks: see `classifiers.subspaces`"""
         self.training: dict[str, Tensor] = {}
         """from a checkpoint: the state of the unfinished task"""
@@ -94,7 +95,8 @@ class Ease(Method):
             counts += of_class
         means = (sums / counts.clamp(min=1)[:, None, None]).to(self.prototypes.dtype)
         before = F.pad(self.prototypes, (0, 0, 0, 1))  # one more subspace
-        fill = subspaces.completed if self.options.mapped_by == "new" else subspaces.completed_by_later
+        later = {"new": False, "later": True}.get(self.options.mapped_by, self.public)
+        fill = subspaces.completed_by_later if later else subspaces.completed
         self.prototypes = fill(torch.cat((before, means)), widths)
         self.adapters.current = None  # between tasks the model has no adapters
         return {"prototypes": time.perf_counter() - started}
@@ -103,7 +105,8 @@ class Ease(Method):
         """Before the end of a task its classes have no prototypes; the weights of its head are used instead."""
         options, features = self.options, self._subspaces(images)
         prototypes = subspaces.with_stand_ins(self.prototypes, [head.weight for head in self.heads.heads])  # type: ignore[misc]
-        weights = subspaces.weights_of_subspaces(self.heads.widths, options.alpha, options.others == "mean")
+        mean = {"sum": False, "mean": True}.get(options.others, self.public)
+        weights = subspaces.weights_of_subspaces(self.heads.widths, options.alpha, mean)
         with full_precision(prototypes):
             return subspaces.ensemble(features, prototypes, weights.to(self.device))
 

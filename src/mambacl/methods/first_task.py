@@ -10,20 +10,18 @@ from torch import Tensor
 from mambacl.classifiers.base import TaskHeads
 from mambacl.classifiers.cosine import CosineHeads
 from mambacl.methods.base import HEADS, Method, Task
-from mambacl.tuning import AdapterOptions, AdapterSets, ScaleShiftSets, Tuning
-from mambacl.tuning.adapters import usual_place
+from mambacl.tuning import AdapterSets, ScaleShiftSets, Tuning
+from mambacl.tuning.adapters import PlacedOptions, chosen_place
 
 
 @dataclass(frozen=True)
-class FirstTaskOptions(AdapterOptions):
+class FirstTaskOptions(PlacedOptions):
     """Options of methods that tune adapters in the first task."""
 
     tune: Literal["adapter", "ssf"] = "adapter"
     """what the first task tunes: bottleneck adapters, or factors and offsets per channel (SSF)"""
     bottleneck: int = 64
     """channels between W_down and W_up; 64 in both papers' code"""
-    place: Literal["auto", "mixer", "mlp"] = "auto"
-    """what an adapter is parallel to; auto: the MLP in a ViT, as in the papers, and the mixer in a Mamba model"""
 
 
 class FirstTask(Method):
@@ -39,8 +37,7 @@ class FirstTask(Method):
     def _new_sets(self) -> AdapterSets:
         if self.options.tune == "ssf":
             return ScaleShiftSets(self.model)
-        place = self.options.place
-        return AdapterSets(self.model, self.options, usual_place(self.model) if place == "auto" else place)
+        return AdapterSets(self.model, self.options, chosen_place(self.model, self.options))
 
     def overview(self) -> str:
         what = "Factors and offsets of channels" if self.options.tune == "ssf" else "Adapters"

@@ -8,7 +8,7 @@ from mambacl.registry import Registry
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
     "method",
     "mambacl.methods",
-    members("mambacl.methods", __file__, besides=("base", "first_task", "projected", "registry")),
+    members("mambacl.methods", __file__, besides=("base", "first_task", "projected", "registry", "task_changes")),
 )
 
 

@@ -339,6 +339,16 @@ def clamped_parts(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, r
     return [ClampedParts(members, [boxes[part.name] for part in members], eta, relaxed) for members in alike.values()]
 
 
+def restrict_steps(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], current: Callable[[], ProjectedStep]
+) -> None:
+    """Makes every future step of the optimizer go through the projected step that is `current` then. `named`: the
+    parameters, by the names that its parts use."""
+    taken: list[Snapshot] = []
+    optimizer.register_step_pre_hook(lambda *_: taken.append(current().snapshot(named)))
+    optimizer.register_step_post_hook(lambda *_: taken.pop().restrict(named, counted=False))
+
+
 def _to(holder: object, device: torch.device, *names: str) -> None:
     for name in names:
         if getattr(holder, name).device != device:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mambacl.nullspace.blocks import Part, Side
-from mambacl.nullspace.projected_step import ProjectedStep, Snapshot, projected_parts
+from mambacl.nullspace.projected_step import ProjectedStep, projected_parts, restrict_steps
 from mambacl.nullspace.projectors import Decomposition, decompose
 
 SIDES: dict[str, Side] = {"rows": "right", "attention": "left"}
@@ -63,9 +63,7 @@ class PromptSpace:
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> None:
         """Hooks replace the change that the optimizer makes by the projected one, as in `NullSpace.wrap`."""
-        taken, named = list[Snapshot](), {"prompts": self.prompts}
-        optimizer.register_step_pre_hook(lambda *_: taken.append(self.step.snapshot(named)))
-        optimizer.register_step_post_hook(lambda *_: taken.pop().restrict(named, counted=False))
+        restrict_steps(optimizer, {"prompts": self.prompts}, lambda: self.step)
 
     def load(self, statistics: Mapping[str, Tensor]) -> None:
         self.statistics = {name: statistics[name].to(self.prompts.device) for name in SIDES}

@@ -196,6 +196,7 @@ def setup_of(
         folder=config.folder / "checkpoints",
         tasks=len(tasks),
         classes=sum(tasks),
+        epochs=config.training.epochs,
         class_names=tuple(class_names),
     )
 

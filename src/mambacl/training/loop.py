@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeVar
@@ -143,9 +144,9 @@ class Loop:
         """Makes optimizer and step when a task starts or resumes, and when the method's next phase begins."""
         method, epochs = self.method, self.recipe.epochs
         phase = method.phase(epoch, epochs)
-        begins = epoch > 0 and method.phase(epoch - 1, epochs) != phase
-        if self.step is not None and not begins:
+        if self.step is not None and phase == method.current:
             return
+        begins = self.step is not None or (epoch > 0 and method.phase(epoch - 1, epochs) != phase)
         method.enter(phase)
         if self.optimizer is None or (begins and phase.new_optimizer):
             self._new_optimizer()
@@ -154,6 +155,7 @@ class Loop:
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
+        count = self.stream.train_count(task) * recipe.passes_per_epoch
         compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
         self._phase("", "reading images", task, 0, epoch + 1, recipe.epochs)
 
@@ -161,16 +163,18 @@ class Loop:
             return self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
 
         self.method.start_epoch(epoch, epoch_batches)
+        self._enter_phase(epoch)
+        if self.method.current.roles == ():
+            self.progress.skip("train", count)
+            return
         with self.watch.phase("data"):
             batches = epoch_batches()
         steps = len(batches)  # type: ignore[arg-type]
-        count, text = self.stream.train_count(task) * recipe.passes_per_epoch, "compiling" if compiling else "training"
-        self._phase("train", text, task, count, epoch + 1, recipe.epochs)
+        self._phase("train", "compiling" if compiling else "training", task, count, epoch + 1, recipe.epochs)
         assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
-            done = (epoch + (step / steps if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
-            self.step(images, labels, recipe.lr_factor(done) * self.method.current.rate)
+            self.step(images, labels, self._rate(epoch, step / steps))
             if step == 0 and compiling:
                 self.progress.text("training")
             self.progress.step(len(labels))
@@ -184,9 +188,18 @@ class Loop:
         self.watch.add("train", seconds)
         self.position.images += images_seen
         self._record("epoch", task=task, epoch=epoch, loss=loss_mean, accuracy=accuracy, images=images_seen,
-                     lr=recipe.lr_factor(epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
+                     lr=self._rate(epoch) * recipe.lr, seconds=seconds)  # fmt: skip
         speed = images_seen / seconds
         self.progress.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
+
+    def _rate(self, epoch: int, share: float = 0.0) -> float:
+        """The factor of the learning rates when this share of an epoch is done."""
+        recipe, phase = self.recipe, self.method.current
+        if phase.epochs:
+            recipe = replace(recipe, passes=phase.epochs * recipe.passes_per_epoch)
+            epoch -= phase.first
+        done = (epoch + (share if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
+        return recipe.lr_factor(done) * phase.rate
 
     def _new_optimizer(self) -> None:
         self.names, groups = [], []

@@ -144,6 +144,10 @@ class Progress:
         if self.clock() - self.shown >= EVERY:
             self._show()
 
+    def skip(self, counted: str, images: int) -> None:
+        """This many images of a phase need no work after all."""
+        self.left[counted] = self.left.get(counted, 0.0) - images
+
     def over(self, batches: Iterable[T]) -> "Counted[T]":
         """The same batches of (images, labels), counted as the current phase. What follows the last is shown as
         solving."""

@@ -9,7 +9,7 @@ parameters do not change.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +18,28 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.nullspace.block_readers import find_blocks
 from mambacl.nullspace.blocks import first_tensor, named_modules
+from mambacl.options import Must, Options, at_least
 
 Place = Literal["mixer", "mlp"]
+POSITIVE = Must("be positive and finite", lambda value: 0 < value < float("inf"))
 
 
 @dataclass(frozen=True)
-class AdapterOptions:
+class AdapterOptions(Options):
     """Options of every method with adapters."""
 
-    bottleneck: int = 16
+    bottleneck: Annotated[int, at_least(1)] = 16
     """channels between W_down and W_up; 16 in the paper and in EASE's"""
-    scale: float = 0.1
+    scale: Annotated[float, POSITIVE] = 0.1
     """factor of an adapter's output; fixed, as in EASE's public code"""
 
-    def __post_init__(self) -> None:
-        if self.bottleneck < 1:
-            raise UserError(f"options.bottleneck must be at least 1, got {self.bottleneck}.")
-        if not 0 < self.scale < float("inf"):
-            raise UserError(f"options.scale must be positive, or adapters have no effect, got {self.scale}.")
+
+@dataclass(frozen=True)
+class PlacedOptions(AdapterOptions):
+    """Options of methods whose adapters go beside MLPs or mixers."""
+
+    place: Literal["auto", "mixer", "mlp"] = "auto"
+    """what an adapter is parallel to; auto: the MLP in a ViT, as published, and the mixer in a Mamba model"""
 
 
 class Adapter(nn.Module):
@@ -108,6 +112,10 @@ def mlps(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 def usual_place(model: nn.Module) -> Place:
     """Beside the MLP in a ViT, where AdaptFormer has it; beside the mixer if the model has selective SSMs."""
     return "mixer" if find_blocks(model) else "mlp"
+
+
+def chosen_place(model: nn.Module, options: PlacedOptions) -> Place:
+    return usual_place(model) if options.place == "auto" else options.place
 
 
 class AdapterSets(nn.Module):

@@ -6,8 +6,9 @@ F keeps the leading directions of the rows, and a gradient g becomes g - g F F^T
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
+
+from mambacl.nullspace.subspaces import Subspace, grown
 
 
 def gram(rows: Iterable[Tensor]) -> Tensor:
@@ -20,21 +21,6 @@ def gram(rows: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def grown(basis: Tensor, products: Tensor, threshold: float) -> Tensor:
-    """The basis (c, k) with as many further directions as it needs to hold this share of the squared length of the rows
-    X, from X^T X (c, c): the leading ones of what is left of X outside of the basis."""
-    own = basis.double()
-    outside = torch.eye(len(products), dtype=torch.float64, device=products.device) - own @ own.T
-    left = outside @ products @ outside
-    total = products.trace()
-    values, vectors = torch.linalg.eigh((left + left.T) / 2)
-    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
-    held = total - left.trace() + torch.cat((values.new_zeros(1), values.cumsum(0)))  # with 0, 1, ... further ones
-    missing = held < threshold * total * (1 - 1e-12)
-    count = min(int(missing.sum()), len(products) - basis.shape[1])
-    return torch.cat((basis, vectors[:, :count].to(basis)), dim=1)
-
-
 class GradientBases:
     """Bases by name; empty before the first task has ended."""
 
@@ -44,7 +30,7 @@ class GradientBases:
 
     def grow(self, name: str, products: Tensor, threshold: float) -> None:
         basis = self.bases.get(name, self.like.new_zeros(self.width, 0))
-        self.bases[name] = grown(basis, products, threshold)
+        self.bases[name] = grown(Subspace(basis), products, threshold).basis
 
     def project(self, gradient: Tensor, name: str) -> None:
         """Changes a gradient (..., c) in place; its last axis may be split, as in (..., heads, d)."""

@@ -15,20 +15,35 @@ from mambacl.errors import UserError
 
 
 class LowRank(nn.Module):
-    """scale * B A u, added to the outputs from `first` on. `scale` is learned if `learned_scale`, else 1."""
+    """scale * B A u. `scale` is learned if `learned_scale`, else 1. With `fixed`, A does not train."""
+
+    A: Tensor
 
     def __init__(
-        self, width: int, outputs: int, rank: int, generator: torch.Generator, learned_scale: bool = False
-    ) -> None:
+        self, width: int, outputs: int, rank: int, generator: torch.Generator, learned_scale: bool = False,
+        fixed: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         bound = width**-0.5
-        self.A = nn.Parameter(torch.empty(rank, width).uniform_(-bound, bound, generator=generator))
+        start = torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
+        if fixed:
+            self.register_buffer("A", start)
+        else:
+            self.A = nn.Parameter(start)
         self.B = nn.Parameter(torch.zeros(outputs, rank))
         self.scale = nn.Parameter(torch.ones(())) if learned_scale else None
 
     def forward(self, u: Tensor) -> Tensor:
         change = u @ self.A.T @ self.B.T
         return change if self.scale is None else self.scale * change
+
+    @staticmethod
+    def matrices(changes: Sequence["LowRank"], factors: Tensor | None = None) -> list[Tensor]:
+        """The sum of several, each times its factor, as the two matrices that multiply u in turn."""
+        up = [change.B if change.scale is None else change.scale * change.B for change in changes]
+        if factors is not None:
+            up = [factor * B for factor, B in zip(factors.unbind(), up, strict=True)]
+        return [torch.cat([change.A for change in changes]), torch.cat(up, dim=1)]
 
 
 def linear_layers(model: nn.Module, names: Sequence[str], blocks: Iterable[int] | None = None) -> dict[str, nn.Linear]:
