@@ -30,6 +30,7 @@ from mambacl.nullspace.principal import PrincipalSpace, principal
 from mambacl.nullspace.projectors import basis_dtype
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import Must, at_least, finite_from
+from mambacl.tuning import Tuning
 from mambacl.tuning.lora import LowRank
 from mambacl.tuning.task_lora import Place, check_rank
 
@@ -61,14 +62,17 @@ class LoraDrs(ChangesLayers):
 
     def check_places(self, places: list[Place]) -> None:
         check_rank(places, self.options.rank, "lora-drs: options.rank")
-        parts: dict[str, list[Part]] = {}
-        for index, place in enumerate(places):
+
+    def make_tuning(self) -> Tuning:
+        tuning, parts = super().make_tuning(), dict[str, list[Part]]()
+        for index, place in enumerate(self.changes.places):
             own = parts.setdefault(place.layer_name, [])
             own.append(Part("linear", f"{index}.A"))
             if place.inputs == place.outputs:  # otherwise B has other rows than the inputs have channels
                 own.append(Part("linear", f"{index}.B", side="left"))
         self.space = PrincipalSpace(parts, frobenius=self.options.variant == "public-code")
         """of the current task; empty in the first"""
+        return tuning
 
     def make_heads(self) -> TaskHeads:
         return SeparateHeads(self.num_features)
