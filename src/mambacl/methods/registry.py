@@ -5,10 +5,14 @@ from typing import Any
 from mambacl.lazy import constant, members
 from mambacl.registry import Registry
 
+SHARED = ("base", "fine_tuned", "first_task", "projected", "rehearsing")  # what several methods derive from
+
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
     "method",
     "mambacl.methods",
-    members("mambacl.methods", __file__, besides=("base", "first_task", "projected", "registry")),
+    members(
+        "mambacl.methods", __file__, besides=("base", "fine_tuned", "first_task", "projected", "registry", "rehearsing")
+    ),
 )
 
 

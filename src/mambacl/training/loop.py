@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from mambacl.log import logger
 from mambacl.methods import Method, Task
 from mambacl.scenarios import Scenario, chosen
+from mambacl.stored import StoredImages
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
 from mambacl.training.confusion import count_confusion
@@ -49,9 +50,12 @@ class TaskStream(Protocol):
 
     def first_label(self, task: int) -> int: ...
     def train_count(self, task: int) -> int: ...
-    def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Batches: ...
-    def plain_batches(self, task: int, batch_size: int) -> Batches: ...
+    def train_batches(
+        self, task: int, epoch: int, batch_size: int, repeats: int = 1, stored: StoredImages | None = None
+    ) -> Batches: ...
+    def plain_batches(self, task: int, batch_size: int, stored: StoredImages | None = None) -> Batches: ...
     def some_images(self, task: int, count: int) -> Tensor: ...
+    def train_image(self, task: int, position: int) -> Tensor: ...
     def test_batches(self, task: int, batch_size: int) -> Batches: ...
     def test_counts(self) -> list[int]: ...
 
@@ -158,14 +162,14 @@ class Loop:
         self._phase("", "reading images", task, 0, epoch + 1, recipe.epochs)
 
         def epoch_batches() -> Batches:
-            return self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
+            return self._train_batches(task, epoch)
 
         self.method.start_epoch(epoch, epoch_batches)
         with self.watch.phase("data"):
             batches = epoch_batches()
         steps = len(batches)  # type: ignore[arg-type]
-        count, text = self.stream.train_count(task) * recipe.passes_per_epoch, "compiling" if compiling else "training"
-        self._phase("train", text, task, count, epoch + 1, recipe.epochs)
+        count = self._count(task) * recipe.passes_per_epoch
+        self._phase("train", "compiling" if compiling else "training", task, count, epoch + 1, recipe.epochs)
         assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
@@ -187,6 +191,23 @@ class Loop:
                      lr=recipe.lr_factor(epoch * recipe.passes_per_epoch) * recipe.lr, seconds=seconds)  # fmt: skip
         speed = images_seen / seconds
         self.progress.epoch(f"{place}  loss {loss_mean:.4f}  accuracy {accuracy:6.1%}  {speed:.0f} images/s")
+
+    # What the stream needs to know of stored images; streams of methods that store none need not know the word
+
+    def _stored(self) -> dict[str, StoredImages]:
+        stored = self.method.stored()
+        return {} if stored is None else {"stored": stored}
+
+    def _train_batches(self, task: int, epoch: int) -> Batches:
+        size, passes = self.recipe.batch_size, self.recipe.passes_per_epoch
+        return self.stream.train_batches(task, epoch, size, passes, **self._stored())
+
+    def _finishing_batches(self, task: int) -> Batches:
+        return self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
+
+    def _count(self, task: int) -> int:
+        """Images in one pass over a task."""
+        return self.stream.train_count(task) + sum(map(len, self._stored().values()))
 
     def _new_optimizer(self) -> None:
         self.names, groups = [], []
@@ -213,9 +234,10 @@ class Loop:
         """What the method and its classifier take from a task whose steps are done."""
         recipe = self.recipe
         if consolidates(self.method):
-            self._phase("covariance", "consolidating", task, self.stream.train_count(task))
-        batches = self.stream.plain_batches(task, recipe.covariance_batch_size)
-        done = self.method.finish_task(self.progress.over(batches))
+            self._phase("covariance", "consolidating", task, self._count(task))
+        done = self.method.finish_task(self.progress.over(self._finishing_batches(task)))
+        if self.method.stores_images:
+            self.method.keep_images(partial(self.stream.train_image, task))
         for phase, seconds in done.items():
             self.watch.add(phase, seconds)
         if self.method.classifier.updates:
@@ -401,12 +423,17 @@ class Loop:
             "total": total,
             "metrics": all_metrics(position.correct, total),
             **({"protected": protected} if (protected := self.method.protected()) else {}),
+            **({"stored_images": self._stored_count()} if self.method.stores_images else {}),
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
             **self._classifier_size(),
             "versions": versions(),
         }
+
+    def _stored_count(self) -> int:
+        stored = self.method.stored()
+        return 0 if stored is None else len(stored)
 
     def _classifier_size(self) -> dict[str, int]:
         """The size of a classifier that is computed from features, once it has any, and of the features kept."""
