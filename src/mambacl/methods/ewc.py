@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambacl.classifiers.base import Classifier
+from mambacl.classifiers.joint import JointHeads
 from mambacl.errors import UserError
 from mambacl.methods.base import Phase, Task
 from mambacl.methods.fine_tuned import FineTuned, FineTunedOptions
@@ -34,26 +36,19 @@ class EWCOptions(FineTunedOptions):
     strength: Annotated[float, finite_from(0)] = 1000.0
     """lambda; the penalty is lambda / 2 times the sum of F (w - w*)^2"""
     terms: Terms = "mean"
-    """separate: each task keeps its F and w*; online: F <- old F + F of the task; mean: F <- old F + (1 - old) F of the
-    task; both with the latest w*"""
+    """separate: each task keeps its F and w*; online: F <- old F + new F; mean: F <- old F + (1 - old) new F"""
     old: Annotated[float | None, between(0, 1)] = None
     """factor of the earlier F; null: 1 for online, for mean the share of classes that were known"""
-    gradients: Literal["batch", "sample"] = "batch"
-    """F is the mean of the squared gradients of batches (training.covariance_batch_size), or of single images, which
-    takes a backward for each"""
+    gradients: Literal["batch", "image", "weighted-image"] = "batch"
+    """F is the mean squared gradient of batches (training.covariance_batch_size), or of images, which takes a backward
+    for each; weighted-image: times the probability of its label"""
     labels: Literal["true", "predicted"] = "true"
     """labels of these gradients"""
-    by_probability: bool = False
-    """whether the squared gradient of an image counts with its label's probability; only for gradients: sample"""
     clip: Annotated[float | None, Must("be positive", lambda x: x > 0)] = 1e-4
     """largest value of a task's F; null for any"""
     over: Literal["task", "seen", "all"] = "task"
     """classes of the training loss: of the current task, of all tasks so far, or of the whole run, whose later classes
     then have weights from the start. F is over the classes so far, or over all"""
-
-    def check(self) -> None:
-        if self.by_probability and self.gradients == "batch":
-            raise UserError("options.by_probability needs the gradient of each image: set options.gradients to sample.")
 
 
 class EWC(FineTuned):
@@ -78,10 +73,16 @@ class EWC(FineTuned):
             self.ahead.give(self.heads.heads[-1])
             self._split()
 
+    def make_classifier(self) -> Classifier:
+        found = super().make_classifier()
+        if self.ahead is not None and found.trains and not isinstance(found, JointHeads):
+            raise UserError(f"ewc: options.over = all does not go with the classifier '{found.name}': set it to seen.")
+        return found
+
     def _split(self) -> None:
         """Importances of rows that the current task has taken go with them."""
-        for kind, own in self.heads.heads[-1].named_parameters():
-            self.importance.split(AHEAD + kind, f"heads.{self.task}.{kind}", len(own))
+        for kind in ("weight", "bias") if self.ahead is not None else ():
+            self.importance.split(AHEAD + kind, f"heads.{self.task}.{kind}", self.heads.widths[-1])
 
     def named_parameters(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         roles = super().named_parameters()
@@ -113,8 +114,7 @@ class EWC(FineTuned):
         self.enter(Phase())  # all parameters have gradients
         parameters = self.penalised()
         fisher = mean_squared_gradients(self._losses(batches), parameters)
-        if options.clip is not None:
-            fisher = {name: values.clamp(max=options.clip) for name, values in fisher.items()}
+        fisher = {name: values.clamp(max=options.clip or torch.inf) for name, values in fisher.items()}
         default = self.known / max(1, self.heads.classes) if options.terms == "mean" else 1.0
         self.importance.add(fisher, parameters, options.terms, default if options.old is None else options.old)
         return {"importance": time.perf_counter() - started}
@@ -126,7 +126,7 @@ class EWC(FineTuned):
             for some, own in zip(images.to(self.device).split(size), labels.to(self.device).split(size), strict=True):
                 logits = self.logits(some)
                 loss = F.cross_entropy(logits, own if self.options.labels == "true" else logits.argmax(1))
-                yield loss, (-loss.detach()).exp() if self.options.by_probability else 1.0
+                yield loss, (-loss.detach()).exp() if self.options.gradients == "weighted-image" else 1.0
 
     def task_state_dict(self) -> dict[str, Tensor]:
         own = {IMPORTANCE + name: tensor for name, tensor in self.importance.state_dict().items()}

@@ -23,7 +23,9 @@ class RowsAhead(nn.Module):
 
     @torch.no_grad()
     def give(self, head: nn.Module) -> None:
-        """Moves the first rows to the weights and biases of a head; it keeps its own where there are too few."""
+        """Moves the first rows to the weights and biases of a head, in their precision; it keeps its own where there
+        are too few."""
+        head.to(self.weight)
         for name, own in head.named_parameters():
             rows = getattr(self, name)
             count = min(len(own), len(rows))
