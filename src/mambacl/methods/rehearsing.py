@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.classifiers.exemplars import ExemplarMemory
@@ -44,7 +43,8 @@ class Rehearsing(Method):
         started = time.perf_counter()
         features, labels = [], []
         for images, own in batches:
-            features.append(F.normalize(at_least_float32(self.features(images.to(self.device))), dim=1))
+            found = at_least_float32(self.features(images.to(self.device)))
+            features.append(found / (found.norm(dim=1, keepdim=True) + 1e-8))  # as PyCIL avoids a division by 0
             labels.append(own.cpu())
         rows, every = torch.cat(features), torch.cat(labels)
         first = sum(self.heads.widths[:-1])
