@@ -401,6 +401,11 @@ class Method:
         """Whether `predict` needs the tensors of `task_state_dict`."""
         return self.classifier.updates
 
+    @property
+    def answers_from_statistics(self) -> bool:
+        """Whether `predict` goes by statistics that `finish_task` has gathered, without the heads that train."""
+        return self.needs_task_state and not self.classifier.updates
+
     def task_state_dict(self) -> dict[str, Tensor]:
         if not self.classifier.updates:
             return {}

@@ -43,6 +43,7 @@ class DER(Rehearsing, FineTuned):
     summary = "stores images; one copy of the trained parameters per task, all features joined (DER)"
     options_class: ClassVar[type] = DEROptions
     stores_images: ClassVar[bool] = True
+    answers_from_statistics = False
 
     def make_tuning(self) -> Tuning:
         self.copies: list[dict[str, Tensor]] = []  # of earlier tasks

@@ -16,6 +16,16 @@ METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
 )
 
 
+def stores_images(name: str) -> bool:
+    """Whether a method keeps images of earlier tasks. Read from the source for those of this package."""
+    if name not in METHODS.own:
+        return bool(getattr(METHODS.get(name), "stores_images", False))
+    try:
+        return bool(constant(METHODS.own[name], "stores_images"))
+    except LookupError:
+        return False
+
+
 def summaries() -> dict[str, str]:
     """One phrase per method. Those of this package are read from the source."""
     return {
