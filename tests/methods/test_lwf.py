@@ -86,7 +86,29 @@ def test_what_answers_needs_no_teacher() -> None:
     assert torch.equal(other.predict(images), method.predict(images))
 
 
-@pytest.mark.parametrize("options, words", [({"temperature": 0.0}, "temperature must be positive and finite")])
+@pytest.mark.parametrize("name", ["ewc", "lwf", "icarl", "der"])
+def test_known_classes(name: str) -> None:
+    """Nothing trains in the first task, whose head comes with the model; what it leaves counts in the second."""
+    known = torch.nn.Linear(16, 2)
+    method = METHODS.get(name)(tiny_vit(), Setup(options={"train": "all"}, known_classifier=known, classes=4))
+    images, labels = images_of(0)
+    before = method.model(images).detach()
+    method.start_task(Task(0, 2, 0, seed=0))
+    assert not method.trains_in(0)
+    torch.testing.assert_close(method.predict(images), known(before))
+    method.finish_task([(images, labels)])
+    method.start_task(Task(1, 2, 2, seed=1))
+    optimizer = optimizer_of(method)
+    method.enter(method.phase(0, 1))
+    for _ in range(2):
+        step(method, optimizer, images_of(1))
+    method.finish_task([images_of(1)])
+    assert method.predict(images).shape == (16, 4)
+    assert not torch.allclose(method.model(images), before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options, words", [({"temperature": 0.0}, "temperature must be positive and finite"),
+                                            ({"train": "setting"}, r"set options\.train to all")])  # fmt: skip
 def test_a_mistake_gets_one_sentence(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        METHODS.get("lwf")(tiny_vit(), Setup(options=options))
+        METHODS.get("lwf")(tiny_vit(), Setup(options={"train": "all", **options}))

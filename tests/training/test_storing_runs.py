@@ -102,6 +102,17 @@ def test_an_exported_model_has_no_images_and_predicts_the_same(method: str, tmp_
     assert evaluation.counted == evaluation.recorded
 
 
+def test_learning_with_pixels_can_be_estimated_and_needs_no_steps_for_few_images(tmp_path: Path) -> None:
+    """iCaRL's class means need no training; DER's heads do."""
+    new = make_tree(tmp_path / "new", ("cat", "dog"), train=3, test=1) / "train"
+    for method, trained in (("icarl", False), ("der", True)):
+        run = train(tmp_path / method, method, memory="pixels").folder
+        mambacl.learn(run, new, dry_run=True)
+        assert len(mambacl.load(run, "cpu").classes) == 10
+        assert mambacl.learn(run, new).trained == trained
+        assert len(mambacl.load(run, "cpu").classes) == 12
+
+
 def test_too_small_a_memory_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"options\.images = 9 is too few for 10 classes"):
         train(tmp_path / "run", images=9)

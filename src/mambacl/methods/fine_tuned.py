@@ -12,6 +12,7 @@ from mambacl.classifiers.base import Classifier, TaskHeads
 from mambacl.classifiers.joint import JointHeads
 from mambacl.classifiers.masked import masked_cross_entropy
 from mambacl.classifiers.separate import SeparateHeads
+from mambacl.errors import UserError
 from mambacl.methods.base import Method, Task
 from mambacl.nullspace import NullSpace
 from mambacl.nullspace.description import in_one_line
@@ -42,7 +43,10 @@ class FineTuned(Method):
         self.space: NullSpace | None = None
         if self.options.train == "all":
             return ModelParameters(self.model, [name for name, _ in self.model.named_parameters()])
-        self.space = NullSpace(self.model, self.setup.setting.without_projection())
+        try:
+            self.space = NullSpace(self.model, self.setup.setting.without_projection())
+        except UserError as error:
+            raise UserError(f"{error} To train every parameter, set options.train to all.") from None
         return ModelParameters(self.model, self.space.trained_names())
 
     def make_heads(self) -> TaskHeads:

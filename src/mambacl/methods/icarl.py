@@ -57,7 +57,7 @@ class ICaRL(Rehearsing, Taught):
             return (
                 loss if teacher is None else loss + distillation(logits[:, : teacher.shape[1]], teacher, 2)
             ), correct
-        targets = F.one_hot(labels, logits.shape[1]).to(logits.dtype)
+        targets = (labels[:, None] == torch.arange(logits.shape[1], device=labels.device)).to(logits.dtype)
         if teacher is not None:
             targets = torch.cat((teacher.sigmoid(), targets[:, teacher.shape[1] :]), dim=1)
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / len(labels), correct
