@@ -33,6 +33,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "seq-adapter": {"options": {"bottleneck": 4}},
     "ease": {"options": {"bottleneck": 4}},
     "slca": {},
+    "ewc": {},
+    "lwf": {},
+    "icarl": {"options": {"memory": "pixels", "images": 12}},
+    "der": {"options": {"memory": "pixels", "images": 12}},
     "aper": {"options": {"bottleneck": 4}},
     "ranpac": {"options": {"bottleneck": 4}, "classifier_options": {"width": 50}},
 }

@@ -42,6 +42,8 @@ def test_the_contract(name: str, tiny_model_for: Callable[[str], nn.Module]) -> 
     state = {key: value.clone() for key, value in method.state_dict().items()}
     other = METHODS.get(name)(tiny_model_for(name), setup)
     other.load_state_dict(state)
+    if method.needs_task_state:
+        other.load_task_state_dict(method.task_state_dict())
     torch.testing.assert_close(other.predict(images), method.predict(images), rtol=0, atol=0)
 
 

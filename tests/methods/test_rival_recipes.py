@@ -17,6 +17,8 @@ from mambacl.config import resolve
         ("cifar100-10", "esn", 30, 128, 0.01, 0.01),
         ("domainnet-s200-10", "esn", 10, 128, 0.01, 0.01),
         ("cifar100-10", "c-ada", 20, 128, 1e-3, 1e-3),
+        ("cifar100-10", "icarl", 20, 128, 1e-3, 1e-3),
+        ("imagenet-r-20", "der", 20, 128, 1e-3, 1e-3),
     ],
 )
 def test_recipes(preset, method, passes, batch, lr, head_lr):
@@ -24,8 +26,9 @@ def test_recipes(preset, method, passes, batch, lr, head_lr):
     recipe = config.training
     assert (recipe.passes, recipe.batch_size) == (passes, batch)
     assert (recipe.lr, recipe.head_lr) == pytest.approx((lr, head_lr))
-    assert recipe.optimizer == ("sgd" if method == "esn" else "adam")
-    assert recipe.weight_decay == (5e-4 if method == "esn" else 0)
+    decay = {"esn": 5e-4, "icarl": 2e-4, "der": 2e-4}  # those with SGD
+    assert recipe.optimizer == ("sgd" if method in decay else "adam")
+    assert recipe.weight_decay == decay.get(method, 0)
     assert recipe.clip == (1 if method == "lgcl" else 0)
     schedules = {"esn": "epoch-cosine", "c-ada": "cosine"}
     assert recipe.schedule == schedules.get(method, "constant")

@@ -118,10 +118,14 @@ def recorded() -> dict[str, Any]:
 
 def methods() -> None:
     """list the continual-learning methods: `mambacl methods`"""
-    from mambacl.methods.registry import summaries
+    from mambacl.methods.registry import stores_images, summaries
 
-    for name, summary in summaries().items():
-        print(f"{name:14} {summary}")
+    found = summaries()
+    marks = {name: "*" if stores_images(name) else "" for name in found}
+    for name, summary in found.items():
+        print(f"{name + marks[name]:14} {summary}")
+    if any(marks.values()):
+        print("* stores training images of earlier tasks (--options.memory); the others store none")
 
 
 def convert(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl.data.images import ArrayImages, Images, in_threads
+from mambacl.data.images import ArrayImages, Readable, in_threads
 
 Group = tuple[NDArray[np.int64], Tensor]  # positions among the images asked for, and those images, all of one size
 
@@ -31,7 +31,7 @@ class CachedImages:
     """Some images of a split. They can use `room` bytes of main memory and a quarter of the device's free memory.
     Images of one size become one tensor. If sizes differ, as many as fit are kept."""
 
-    def __init__(self, images: Images, indices: NDArray[np.int64], device: torch.device, room: int) -> None:
+    def __init__(self, images: Readable, indices: NDArray[np.int64], device: torch.device, room: int) -> None:
         self.images, self.indices, self.device = images, indices, device
         self.host_bytes = 0
         self._kept: list[Tensor | None] = []
@@ -59,6 +59,9 @@ class CachedImages:
             return images.to(self.device)
         self.host_bytes = images.numel()
         return images
+
+    def are(self, images: Readable, indices: NDArray[np.int64]) -> bool:
+        return self.images is images and np.array_equal(self.indices, indices)
 
     @property
     def on_device(self) -> bool:
@@ -98,18 +101,19 @@ class ImageCache:
         self._train: tuple[int, CachedImages] | None = None
         self._test: dict[int, CachedImages] = {}
 
-    def train(self, task: int, images: Images, indices: NDArray[np.int64]) -> CachedImages:
-        if self._train is None or self._train[0] != task:
+    def train(self, task: int, images: Readable, indices: NDArray[np.int64]) -> CachedImages:
+        """The cached ones if they are these. With stored images, a task's images change when it ends."""
+        if self._train is None or self._train[0] != task or not self._train[1].are(images, indices):
             self._train = None  # frees the old images before the next are read
             self._train = (task, self._read(images, indices))
         return self._train[1]
 
-    def test(self, task: int, images: Images, indices: NDArray[np.int64]) -> CachedImages:
+    def test(self, task: int, images: Readable, indices: NDArray[np.int64]) -> CachedImages:
         if task not in self._test:
             self._test[task] = self._read(images, indices)
         return self._test[task]
 
-    def _read(self, images: Images, indices: NDArray[np.int64]) -> CachedImages:
+    def _read(self, images: Readable, indices: NDArray[np.int64]) -> CachedImages:
         cached = [*self._test.values(), *([self._train[1]] if self._train else [])]
         return CachedImages(images, indices, self.device, self.room - sum(images.host_bytes for images in cached))
 

@@ -34,13 +34,17 @@ DAMAGE = (
 )  # fmt: skip
 
 
-class Images(Protocol):
-    """A split: images by index as uint8 (3, h, w), their labels, and a digest of both. `bad` returns what is wrong with
-    unreadable images, by index."""
-
-    labels: NDArray[np.int64]
+class Readable(Protocol):
+    """Images by index as uint8 (3, h, w)."""
 
     def image(self, index: int) -> Tensor: ...
+
+
+class Images(Readable, Protocol):
+    """A split: images, their labels, and a digest of both. `bad` returns what is wrong with unreadable images, by
+    index."""
+
+    labels: NDArray[np.int64]
 
     def digest(self) -> str: ...
 
@@ -88,6 +92,16 @@ class ArrayImages:
 
     def subset(self, indices: NDArray[np.int64]) -> ArrayImages:
         return ArrayImages(self.pixels[indices], self.labels[indices])
+
+
+class WithPixels:
+    """Images in memory behind the `count` images of a split."""
+
+    def __init__(self, images: Readable, count: int, pixels: Sequence[Tensor]) -> None:
+        self.images, self.count, self.pixels = images, count, pixels
+
+    def image(self, index: int) -> Tensor:
+        return self.images.image(index) if index < self.count else self.pixels[index - self.count]
 
 
 class DecodedImages:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from mambacl.data.augment_params import AugmentParams
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.image_cache import CachedImages, Group, free_bytes, on_device
-from mambacl.data.images import Images, in_threads
+from mambacl.data.images import Readable, in_threads
 from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 
@@ -29,7 +29,7 @@ Sample = tuple[int, int | None]  # an image's index, and its augmentation's seed
 class CpuLoader:
     """Batches made image by image on the CPU, in worker processes if `workers` is not 0."""
 
-    images: Images
+    images: Readable
     labels: NDArray[np.int64]
     transforms: Transforms
     samples: Sequence[Sample]

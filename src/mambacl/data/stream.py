@@ -13,12 +13,14 @@ from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.config import StreamConfig
 from mambacl.data.dataset import DataSet, indices_by_group
 from mambacl.data.image_cache import ImageCache
+from mambacl.data.images import Readable, WithPixels
 from mambacl.data.loaders import Batch, BatchedLoader, CpuLoader
 from mambacl.data.sets import open_dataset
 from mambacl.data.tasks import Tasks, domains_in_order, tasks_or_domains
 from mambacl.data.transforms import Transforms
 from mambacl.errors import UserError
 from mambacl.scenarios import Scenario
+from mambacl.stored import StoredImages
 
 COVARIANCE_PASS = 1 << 32  # stands for the epoch in the seeds of the covariances' images
 
@@ -55,6 +57,7 @@ class Stream:
             self._train_labels = self._train_labels + len(place) * self.domains.train
             self._test_labels = self._test_labels + len(place) * self.domains.test
         self._train, self._test = (_by_task(part, self.tasks) for part in (self._train_labels, self._test_labels))
+        self._with_pixels: tuple[StoredImages, WithPixels] | None = None
         device = torch.device(device)
         self._batched: BatchedTransforms | None = None
         if transforms.engine == "batched" or (transforms.engine == "auto" and device.type == "cuda"):
@@ -71,27 +74,35 @@ class Stream:
     def test_counts(self) -> list[int]:
         return [len(indices) for indices in self._test]
 
-    def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Iterable[Batch]:
-        """The task's images, shuffled and augmented. An epoch has each image `repeats` times."""
+    def train_image(self, task: int, position: int) -> torch.Tensor:
+        """One of the task's images in the order of the data set, as uint8 (3, h, w)."""
+        return self.dataset.train.image(int(self._train[task][position]))
+
+    def train_batches(
+        self, task: int, epoch: int, batch_size: int, repeats: int = 1, stored: StoredImages | None = None
+    ) -> Iterable[Batch]:
+        """The task's images and the stored ones, shuffled and augmented. An epoch has each image `repeats` times."""
         numbers = (self.seed, task, epoch)
-        order = np.random.Generator(np.random.PCG64(numbers)).permutation(repeats * self.train_count(task))
+        count = self.train_count(task) + (0 if stored is None else len(stored))
+        order = np.random.Generator(np.random.PCG64(numbers)).permutation(repeats * count)
 
         def seed(position: int | None) -> int:
             return mix_seeds(*numbers, 1 if position is None else position)
 
-        return self._batches("train", task, order, batch_size, self.transforms, seed)
+        return self._batches("train", task, order, batch_size, self.transforms, seed, stored)
 
-    def plain_batches(self, task: int, batch_size: int) -> Iterable[Batch]:
-        """The images for the covariances: the task's training images in the order of the data set, transformed as in
-        evaluation unless the configuration has another transform for the covariances."""
+    def plain_batches(self, task: int, batch_size: int, stored: StoredImages | None = None) -> Iterable[Batch]:
+        """The images for the covariances: the task's training images in the order of the data set, then the stored
+        ones, transformed as in evaluation unless the configuration has another transform for the covariances."""
         transforms = self.transforms.covariance
         numbers = (self.seed, task, COVARIANCE_PASS)
 
         def seed(position: int | None) -> int:
             return mix_seeds(*numbers) if position is None else mix_seeds(*numbers, position)
 
-        places = np.arange(self.train_count(task))
-        return self._batches("train", task, places, batch_size, transforms, seed if transforms.augments else None)
+        places = np.arange(self.train_count(task) + (0 if stored is None else len(stored)))
+        own = seed if transforms.augments else None
+        return self._batches("train", task, places, batch_size, transforms, own, stored)
 
     def some_images(self, task: int, count: int) -> torch.Tensor:
         """Up to `count` training images, spread evenly over the task, transformed as in evaluation."""
@@ -111,13 +122,17 @@ class Stream:
         batch_size: int,
         transforms: Transforms,
         seed: Callable[[int | None], int] | None = None,
+        stored: StoredImages | None = None,
     ) -> Iterable[Batch]:
-        """The task's images at these positions, which wrap around after the last image. `seed` returns the
-        augmentation's seed for a position, or for all of them given None. Without it, images are as in evaluation."""
+        """The task's images and then the stored ones at these positions, which wrap around after the last image. `seed`
+        returns the augmentation's seed for a position, or for all of them given None. Without it, images are as in
+        evaluation."""
         training = split == "train"
-        images = self.dataset.train if training else self.dataset.test
+        images: Readable = self.dataset.train if training else self.dataset.test
         labels = self._train_labels if training else self._test_labels
         indices = self._train[task] if training else self._test[task]
+        if stored is not None:
+            images, labels, indices = self._joined(images, labels, indices, stored)
         places = positions % len(indices)
         if self._batched is None:
             seeds = (None if seed is None else seed(int(position)) for position in positions)
@@ -129,6 +144,27 @@ class Stream:
             batched = BatchedTransforms(transforms, batched.device)
         common = None if seed is None else seed(None)
         return BatchedLoader(batched, cached, places, labels[indices[places]], batch_size, common)
+
+    def _joined(
+        self, images: Readable, labels: NDArray[np.int64], indices: NDArray[np.int64], stored: StoredImages
+    ) -> tuple[Readable, NDArray[np.int64], NDArray[np.int64]]:
+        """Training images by index, their labels, and the indices of a task's images with the stored ones behind."""
+        if stored.pixels is None:
+            places = zip(stored.tasks.tolist(), stored.positions.tolist(), strict=True)
+            found = [self._stored_index(task, position) for task, position in places]
+            return images, labels, np.concatenate((indices, np.array(found, dtype=np.int64)))
+        if self._with_pixels is None or self._with_pixels[0] is not stored:  # the cache knows images by their object
+            self._with_pixels = (stored, WithPixels(images, len(labels), stored.pixels))
+        further = len(labels) + np.arange(len(stored))
+        return self._with_pixels[1], np.concatenate((labels, stored.labels.numpy())), np.append(indices, further)
+
+    def _stored_index(self, task: int, position: int) -> int:
+        if task >= len(self._train) or position >= len(self._train[task]):
+            raise UserError(
+                "The run stores images as positions in its data set, and those of earlier tasks are not here: train a "
+                "run with --options.memory pixels, which keeps the images themselves."
+            )
+        return int(self._train[task][position])
 
     def describe(self) -> dict[str, Any]:
         """The facts that identify the stream, for stream.json and results.json."""

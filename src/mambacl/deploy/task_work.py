@@ -235,8 +235,7 @@ class TaskWork:
 def from_statistics(method: Method) -> bool:
     """Whether a method predicts from statistics of features, which need no training: the heads that it trains beside
     them serve only its backbone."""
-    classifier = method.classifier
-    return not classifier.trains or (method.needs_task_state and not classifier.updates)
+    return not method.classifier.trains or method.answers_from_statistics
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

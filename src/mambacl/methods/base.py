@@ -26,6 +26,7 @@ from mambacl.features import FeatureOptions
 from mambacl.nullspace import Setting
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
+from mambacl.stored import StoredImages
 from mambacl.tuning import ModelParameters, Tuning
 from mambacl.tuning.passes import with_attention
 
@@ -111,6 +112,8 @@ class Method:
     """whether it changes attention, so that it needs a vit backbone"""
     first_task_only: ClassVar[bool] = False
     """whether only the first task trains; later ones have no epochs"""
+    stores_images: ClassVar[bool] = False
+    """whether it keeps images of earlier tasks, so that results and tables mark its runs"""
     recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
 
@@ -273,6 +276,15 @@ class Method:
         by phase."""
         return {}
 
+    def stored(self) -> StoredImages | None:
+        """Images of earlier tasks that join the training batches of the current one, and that follow its images in the
+        batches of `finish_task`. The same object as long as they are the same."""
+        return None
+
+    def keep_images(self, read: Callable[[int], Tensor]) -> None:
+        """Called after `finish_task` if it `stores_images`: `read` gives the pixels, uint8 (3, h, w), of one of the
+        task's images by its position in those batches."""
+
     def follow_drift(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Called before `fit_classifier`, with the same images: corrects the classifier for what the task has done to
         the features of old classes. Only if `start` is kept."""
@@ -395,6 +407,11 @@ class Method:
     def needs_task_state(self) -> bool:
         """Whether `predict` needs the tensors of `task_state_dict`."""
         return self.classifier.updates
+
+    @property
+    def answers_from_statistics(self) -> bool:
+        """Whether `predict` goes by statistics that `finish_task` has gathered, without the heads that train."""
+        return self.needs_task_state and not self.classifier.updates
 
     def task_state_dict(self) -> dict[str, Tensor]:
         if not self.classifier.updates:

@@ -5,11 +5,23 @@ from typing import Any
 from mambacl.lazy import constant, members
 from mambacl.registry import Registry
 
+SHARED = ("base", "fine_tuned", "first_task", "projected", "rehearsing", "task_changes")  # what several methods derive from
+
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
     "method",
     "mambacl.methods",
-    members("mambacl.methods", __file__, besides=("base", "first_task", "projected", "registry", "task_changes")),
+    members("mambacl.methods", __file__, besides=(*SHARED, "registry")),
 )
+
+
+def stores_images(name: str) -> bool:
+    """Whether a method keeps images of earlier tasks. Read from the source for those of this package."""
+    if name not in METHODS.own:
+        return bool(getattr(METHODS.get(name), "stores_images", False))
+    try:
+        return bool(constant(METHODS.own[name], "stores_images"))
+    except LookupError:
+        return False
 
 
 def summaries() -> dict[str, str]:

@@ -14,6 +14,7 @@ from mambacl.training.identity import SEEDS, defining, flatten
 from mambacl.training.recipe import RECIPES
 
 SHOWN_DIFFERENCES = 3
+STORES = "*"  # behind the name of a method that stores images
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def group_runs(records: Iterable[RunRecord]) -> list[Group]:
     benchmarks = len({run.benchmark for run in firsts}) > 1
     named = []
     for runs in groups:
-        name = runs[0].method + _differences(runs[0], [run for run in firsts if _kind(run) == _kind(runs[0])])
+        mark = "" if runs[0].stored_images is None else STORES
+        name = runs[0].method + mark + _differences(runs[0], [run for run in firsts if _kind(run) == _kind(runs[0])])
         label = name + (f", {runs[0].backbone}" if backbones else "") + (f", {runs[0].benchmark}" if benchmarks else "")
         named.append(Group(name, label, tuple(runs)))
     return named

@@ -147,6 +147,12 @@ class RunRecord:
         return self.results["correct"], self.results["total"]
 
     @property
+    def stored_images(self) -> int | None:
+        """Training images of earlier tasks that the method keeps; None for methods that keep none."""
+        found = self.results.get("stored_images")
+        return found if isinstance(found, int) else None
+
+    @property
     def imported(self) -> str | None:
         """The tool that wrote the results; None for our runs."""
         return self.results.get("imported")

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from mambacl.reports.groups import Group, Value, common_headline, differing_options, experiment, group_runs
+from mambacl.reports.groups import STORES, Group, Value, common_headline, differing_options, experiment, group_runs
 from mambacl.reports.runs import RunRecord
 from mambacl.scenarios import SCENARIOS
 from mambacl.training.metrics import list_metrics, table_metrics
@@ -158,6 +158,8 @@ def _notes(groups: Sequence[Group], headline: str, shown_tasks: bool, several_be
     for group in groups:
         if len({str(run.seed) for run in group.runs}) < len(group.runs):
             notes.append(f"{group.label}: a seed appears more than once, so the deviation is too small")
+    if stored := [run.stored_images for run in runs if run.stored_images is not None]:
+        notes.append(f"{STORES} stores training images of earlier tasks, up to {max(stored):,}; the others store none")
     tools = list(dict.fromkeys(run.imported for run in runs if run.imported))
     if tools:
         notes.append(f"imported from {', '.join(tools)}: accuracies from the file, with its own split and class order")

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from mambacl.log import logger
 from mambacl.methods import Method, Task
 from mambacl.scenarios import Scenario, chosen
+from mambacl.stored import StoredImages
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
 from mambacl.training.confusion import count_confusion
@@ -50,9 +51,12 @@ class TaskStream(Protocol):
 
     def first_label(self, task: int) -> int: ...
     def train_count(self, task: int) -> int: ...
-    def train_batches(self, task: int, epoch: int, batch_size: int, repeats: int = 1) -> Batches: ...
-    def plain_batches(self, task: int, batch_size: int) -> Batches: ...
+    def train_batches(
+        self, task: int, epoch: int, batch_size: int, repeats: int = 1, stored: StoredImages | None = None
+    ) -> Batches: ...
+    def plain_batches(self, task: int, batch_size: int, stored: StoredImages | None = None) -> Batches: ...
     def some_images(self, task: int, count: int) -> Tensor: ...
+    def train_image(self, task: int, position: int) -> Tensor: ...
     def test_batches(self, task: int, batch_size: int) -> Batches: ...
     def test_counts(self) -> list[int]: ...
 
@@ -155,12 +159,12 @@ class Loop:
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
-        count = self.stream.train_count(task) * recipe.passes_per_epoch
+        count = self._count(task) * recipe.passes_per_epoch
         compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
         self._phase("", "reading images", task, 0, epoch + 1, recipe.epochs)
 
         def epoch_batches() -> Batches:
-            return self.stream.train_batches(task, epoch, recipe.batch_size, recipe.passes_per_epoch)
+            return self._train_batches(task, epoch)
 
         self.method.start_epoch(epoch, epoch_batches)
         self._enter_phase(epoch)
@@ -200,6 +204,22 @@ class Loop:
             epoch -= phase.first
         done = (epoch + (share if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
         return recipe.lr_factor(done) * phase.rate
+    # What the stream needs to know of stored images; streams of methods that store none need not know the word
+
+    def _stored(self) -> dict[str, StoredImages]:
+        stored = self.method.stored()
+        return {} if stored is None else {"stored": stored}
+
+    def _train_batches(self, task: int, epoch: int) -> Batches:
+        size, passes = self.recipe.batch_size, self.recipe.passes_per_epoch
+        return self.stream.train_batches(task, epoch, size, passes, **self._stored())
+
+    def _finishing_batches(self, task: int) -> Batches:
+        return self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
+
+    def _count(self, task: int) -> int:
+        """Images in one pass over a task."""
+        return self.stream.train_count(task) + sum(map(len, self._stored().values()))
 
     def _new_optimizer(self) -> None:
         self.names, groups = [], []
@@ -226,9 +246,10 @@ class Loop:
         """What the method and its classifier take from a task whose steps are done."""
         recipe = self.recipe
         if consolidates(self.method):
-            self._phase("covariance", "consolidating", task, self.stream.train_count(task))
-        batches = self.stream.plain_batches(task, recipe.covariance_batch_size)
-        done = self.method.finish_task(self.progress.over(batches))
+            self._phase("covariance", "consolidating", task, self._count(task))
+        done = self.method.finish_task(self.progress.over(self._finishing_batches(task)))
+        if self.method.stores_images:
+            self.method.keep_images(partial(self.stream.train_image, task))
         for phase, seconds in done.items():
             self.watch.add(phase, seconds)
         if self.method.classifier.updates:
@@ -414,12 +435,17 @@ class Loop:
             "total": total,
             "metrics": all_metrics(position.correct, total),
             **({"protected": protected} if (protected := self.method.protected()) else {}),
+            **({"stored_images": self._stored_count()} if self.method.stores_images else {}),
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
             **self._classifier_size(),
             "versions": versions(),
         }
+
+    def _stored_count(self) -> int:
+        stored = self.method.stored()
+        return 0 if stored is None else len(stored)
 
     def _classifier_size(self) -> dict[str, int]:
         """The size of a classifier that is computed from features, once it has any, and of the features kept."""
