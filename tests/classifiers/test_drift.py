@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mambacl.classifiers import LDA, AlignedHeads, ClassStatistics, Gaussian, NearestMean, Ridge
 from mambacl.classifiers.base import Classifier
-from mambacl.classifiers.drift import FollowsDrift, kernel_shift, regularised
+from mambacl.classifiers.drift import FollowsDrift
+from mambacl.classifiers.drifts.linear import regularised
+from mambacl.classifiers.drifts.shift import kernel_shift
 from mambacl.errors import UserError
 
 D, OLD, NEW, EACH = 6, 3, 4, 50  # features, old and new classes, images per class

@@ -59,6 +59,7 @@ class GaussianOptions(CovarianceOptions):
     are computed from"""
 
     def check(self) -> None:
+        super().check()
         if self.drift != "none" and not self.plain:
             raise UserError(PLAIN)
 

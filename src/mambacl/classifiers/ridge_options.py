@@ -83,6 +83,7 @@ class RidgeOptions(DriftOptions):
     """seed of the lift's weights"""
 
     def check(self) -> None:
+        super().check()
         if self.drift != "none" and self.blocks > 1:
             raise UserError(
                 "A ridge classifier with several blocks cannot follow a drift: set blocks to 1 or drift to none."

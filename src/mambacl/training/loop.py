@@ -224,7 +224,7 @@ class Loop:
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
                 if self.method.start:
                     self.progress.text("following the drift")
-                    self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
+                    self.method.follow_drift(lambda: self.stream.plain_batches(task, recipe.eval_batch_size))
                     self.progress.text("learning features")
                 self.method.fit_classifier(self.progress.over(batches))
                 self.method.calibrate()
