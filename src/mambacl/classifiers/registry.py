@@ -33,6 +33,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "outliers",
             "registry",
             "ridge_options",
+            "sampling",
             "subspaces",
         ),
     ),

@@ -346,6 +346,8 @@ class Ridge(FollowsDrift, StatisticsClassifier):
                     continue
                 parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
+        if self.options.unit:
+            self.weights = F.normalize(self.weights, dim=1)
         self._solved = True
 
     @torch.no_grad()
