@@ -16,7 +16,7 @@ from mambacl.classifiers import LDA, AlignedHeads, Gaussian, NearestMean, Ridge
 from mambacl.classifiers.drift import DriftOptions
 from mambacl.classifiers.drifts import KINDS
 from mambacl.classifiers.drifts.base import TaskEnd
-from mambacl.classifiers.drifts.efc import elastic_matrix, penalty
+from mambacl.classifiers.drifts.efc import elastic_sum, penalty
 from mambacl.errors import UserError
 from mambacl.options import options_of
 
@@ -73,6 +73,9 @@ class Network:
     def features(self, images: Tensor) -> Tensor:
         return self.change(images.flatten(1)) if self.moved else images.flatten(1)
 
+    def heads(self, features: Tensor) -> Tensor:
+        return features @ self.weight.T.to(features)
+
     @contextmanager
     def before(self) -> Iterator[None]:
         self.moved = False
@@ -84,7 +87,7 @@ class Network:
     def end(self, seed: int = 0, size: int = 50) -> TaskEnd:
         return TaskEnd(
             seed,
-            lambda: (self.weight, torch.zeros(OLD + NEW)),
+            self.heads,
             lambda: self.all.split(size),
             self.features,
             self.before,
@@ -267,18 +270,20 @@ def test_a_common_shift_is_followed(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, change, options",
+    "kind, change, options, off",
     [
-        ("adagauss", mixed, {"map": "linear", "epochs": 60, "alpha": 0.0, "weight_decay": 0.0, "lr": 0.05}),
-        ("sldc", turned, {"steps": 3000, "samples": 2000, "lr": 5e-3, "residual": 0.0}),
+        ("adagauss", mixed, {"map": "linear", "alpha": 0.0, "weight_decay": 0.0, "lr": 0.2, "samples": 20_000}, 0.05),
+        ("sldc", turned, {"steps": 3000, "samples": 2000, "lr": 5e-3, "residual": 0.0}, 0.2),
     ],
 )
-def test_networks_learn_a_drift_of_gaussians(kind: str, change: Any, options: dict[str, Any]) -> None:
+def test_networks_learn_a_drift_of_gaussians(kind: str, change: Any, options: dict[str, Any], off: float) -> None:
     """Of 10,000 samples, a mean is off by 1/100 of a deviation and a variance by 1/70 of itself; the map adds its own
-    error."""
-    classifier = made("gaussian", kind, **options)
+    error, and SLDC's is not linear. Without a correction, covariances are off by 0.38 and more."""
+    classifier = made("gaussian", kind, **{**SMALL[kind], "epochs": 100, **options} if kind == "adagauss" else options)
     follow(classifier, change)
-    assert max(error(classifier, change)) < 0.1
+    means, covariances = error(classifier, change)
+    assert means < 0.05 and covariances < off
+    assert error(made("gaussian", "none"), change)[1] > 0.38
 
 
 # Single kinds
@@ -332,7 +337,7 @@ def test_efc_keeps_the_matrix_of_the_task_before() -> None:
     classifier = made("gaussian", "efc")
     x, _ = some(0, OLD)
     network = Network(bent, x)
-    expected = elastic_matrix(x, network.weight.double(), torch.zeros(OLD + NEW, dtype=torch.float64))
+    expected = elastic_sum(x, network.heads) / len(x)
     assert (classifier.drift_matrix - expected).abs().max() < 1e-6
     other = Gaussian(D, drift="efc")
     other.load_state_dict(classifier.state_dict())
@@ -351,7 +356,7 @@ def test_the_elastic_matrix_is_that_of_gradients() -> None:
         log_p = torch.log_softmax(weight @ f + bias, 0)
         jacobian = torch.func.jacrev(lambda f: torch.log_softmax(weight @ f + bias, 0))(f)
         expected += jacobian.T @ torch.diag(log_p.exp()) @ jacobian / len(features)
-    found = elastic_matrix(features, weight, bias)
+    found = elastic_sum(features, lambda f: F.linear(f, weight, bias)) / len(features)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     assert float(penalty(features, features, found, 10.0, 0.1)) == 0
 

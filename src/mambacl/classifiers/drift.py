@@ -85,9 +85,9 @@ class FollowsDrift(ABC):
         kind = KINDS.get(self.options.drift)
         if kind is None:
             return
-        if not self._follows(kind):
+        if not self.can_follow(kind):
             what = "covariances of classes" if kind.needs_covariances else "statistics of the features themselves"
-            able = ", ".join(name for name, other in KINDS.items() if self._follows(other))
+            able = ", ".join(name for name, other in KINDS.items() if self.can_follow(other))
             raise UserError(
                 f"The drift {kind.name} needs {what}, which {self.name} does not have: choose gaussian, lda or aligned "
                 f"as classifier, or one of the drifts {able}."
@@ -96,7 +96,7 @@ class FollowsDrift(ABC):
             d = self.num_features
             self.register_buffer("drift_matrix", torch.zeros(d, d, dtype=torch.float64))  # type: ignore[attr-defined]
 
-    def _follows(self, kind: type[Drift]) -> bool:
+    def can_follow(self, kind: type[Drift]) -> bool:
         has = self.follows_covariances, self.follows_features
         return has[0] >= kind.needs_covariances and has[1] >= kind.needs_features
 

@@ -7,7 +7,7 @@ entry point group `mambacl.methods`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -184,6 +184,11 @@ class Method:
                 f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
                 "classifier that is computed from features, such as ridge."
             )
+        if getattr(options, "drift", "none") == "efc" and self.input_features != self.num_features:
+            raise UserError(
+                "The drift efc works on the final feature, which heads train on: set features.depths to final, or "
+                "choose another drift."
+            )
         return kind(self.input_features, **asdict(options))
 
     def overview(self) -> str:
@@ -287,34 +292,30 @@ class Method:
         """What kinds of drift correction may need beside these features."""
         return TaskEnd(
             seed=1000 * self.setup.seed + self.task,
-            heads=self._linear_heads,
+            heads=self.heads,
             images=lambda: (images for images, _ in self._views_to_learn(batches())),
             features=lambda images: at_least_float32(self.classifier_input(images)),
             before=self.before_task,
         )
 
-    @contextmanager
-    def before_task(self) -> Iterator[None]:
+    def before_task(self) -> AbstractContextManager[None]:
         """Within it, the trained parameters are those from before the task. Only if `start` is kept."""
+        return self.with_values(self.start)
+
+    @contextmanager
+    def with_values(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it, the trained parameters have these values."""
         trained = dict(self.tuning.trained())
         now = {name: parameter.detach().clone() for name, parameter in trained.items()}
         try:
             with torch.no_grad():
                 for name, parameter in trained.items():
-                    parameter.copy_(self.start[name])
+                    parameter.copy_(values[name])
             yield
         finally:
             with torch.no_grad():
                 for name, parameter in trained.items():
                     parameter.copy_(now[name])
-
-    def _linear_heads(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of all tasks' heads."""
-        heads: list[Any] = list(self.heads.heads)
-        if not all(isinstance(head, nn.Linear) for head in heads):
-            raise UserError(f"The heads of the method '{self.name}' are not linear: choose another drift than efc.")
-        weights, biases = [head.weight.detach() for head in heads], [head.bias.detach() for head in heads]
-        return torch.cat(weights), torch.cat(biases)
 
     def _learned_views(self, images: Tensor) -> list[Tensor]:
         return [images, images.flip(3)] if self.setup.features.mirror != "none" else [images]

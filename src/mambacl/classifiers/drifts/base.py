@@ -34,8 +34,8 @@ class TaskEnd:
 
     seed: int = 0
     """for kinds that train a map or draw samples"""
-    heads: Callable[[], tuple[Tensor, Tensor]] | None = None
-    """weight (classes, d) and bias of the linear heads of all tasks"""
+    heads: Callable[[Tensor], Tensor] | None = None
+    """the logits of all classes for features (b, d), with gradients"""
     images: Callable[[], Iterable[Tensor]] | None = None
     """the new images in batches, in the order of their features"""
     features: Callable[[Tensor], Tensor] | None = None

@@ -2,18 +2,19 @@
 ICLR 2024): class c moves by the mean movement of the new images, weighted by how close they are to its mean m_c where
 the heads' answers depend on it:
 
-    E = mean over images of sum_c p_c g_c g_c^T,  g_c = W^T (e_c - p),  p = softmax(W f + bias)
+    E = mean over images of sum_c p_c g_c g_c^T,  p = softmax(logits(f)),  g_c the gradient of log p_c,
+        which is W^T (e_c - p) for linear heads
     d_ci = (x_i - m_c)^T E (x_i - m_c),  scaled to [0, 1] over all classes and images
     b_c = sum_i w_ci (y_i - x_i) / sum_i w_ci,  w_ci = exp((1 - d_ci) / (2 s^2))
 
 E is from the task before, and kept. Acts on means. The same E weights EFC's penalty in training: `penalty`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.classifiers.drifts.base import Move, TaskEnd, WithPairs
@@ -21,13 +22,19 @@ from mambacl.classifiers.drifts.shift import positive
 from mambacl.errors import UserError
 from mambacl.options import Options
 
+AT_ONCE = 32  # images
 
-def elastic_matrix(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """E (d, d) of images with these features (n, d), for linear heads with all classes. With P = diag(p) - p p^T, the
-    sum of p_c (e_c - p) (e_c - p)^T, E is W^T P W for the mean P over images."""
-    p = torch.softmax(F.linear(features, weight, bias), dim=1)
-    spread = torch.diag(p.mean(0)) - p.T @ p / len(p)
-    return weight.T @ spread @ weight
+
+def elastic_sum(features: Tensor, heads: Callable[[Tensor], Tensor]) -> Tensor:
+    """E (d, d) times the number of images with these features (n, d), for heads that give logits (n, classes). With the
+    gradients J of the logits and P = diag(p) - p p^T, the sum of p_c g_c g_c^T is J^T P J."""
+    gradients = torch.func.vmap(torch.func.jacrev(lambda feature: heads(feature[None])[0]))
+    total = features.new_zeros(features.shape[1], features.shape[1])
+    for part in features.split(AT_ONCE):
+        p, j = heads(part).detach().softmax(1), gradients(part).detach()  # j (b, classes, d)
+        centred = j - (p[:, None] @ j)
+        total += ((p[:, :, None] * centred).mT @ centred).sum(0)
+    return total
 
 
 def penalty(new: Tensor, old: Tensor, matrix: Tensor, weight: float, damping: float) -> Tensor:
@@ -62,15 +69,13 @@ class EFC(WithPairs):
     def __init__(self, options: Any = None, end: TaskEnd | None = None) -> None:
         super().__init__(options, end)
         if self.end.heads is None:
-            raise UserError("The drift efc needs linear heads: call follow with TaskEnd(heads=...), or choose another.")
+            raise UserError("The drift efc needs heads: call follow with TaskEnd(heads=...), or choose another drift.")
 
     def move(self, means: Tensor, covariances: Tensor | None = None) -> Move:
         assert self.end.heads is not None
-        x, y = (features.double() for features in self.pairs())
-        before, (weight, bias) = self.matrix, (tensor.to(means) for tensor in self.end.heads())
-        if weight.shape[1] != x.shape[1]:
-            raise UserError("The drift efc needs the features that the heads train on: set features.depths to final.")
-        self.matrix = elastic_matrix(y, weight, bias)
+        (x, y), before = self.pairs(), self.matrix
+        self.matrix = elastic_sum(y, self.end.heads).double() / len(y)
         if before is None or not len(means):
             return Move()
+        x, y = x.double(), y.double()
         return Move(offset=elastic_shift(x, y - x, means, before, self.options.sigma**2))
