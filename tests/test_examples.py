@@ -10,6 +10,7 @@ import matplotlib
 import pytest
 import yaml
 from small_run import CONFIG
+from training_help import interrupted_after
 
 from mambacl.bench.page import accuracies
 from mambacl.config import resolve
@@ -123,17 +124,28 @@ def test_drift_compares_every_kind_with_an_oracle(tmp_path, capsys):
     drift = example("drift")
     preset = tmp_path / "small.yaml"
     preset.write_text(yaml.safe_dump(CONFIG))
-    given = ["--preset", str(preset), "--json", str(tmp_path / "drift.json"), "--of", '{"ridge": {"width": 20}}']
-    drift.main(
-        [*given, "--classifiers", "lda", "ridge", "--options", '{"training.passes": 1, "stream.validation": null}']
-    )
+    options = {"training.passes": 1, "stream.validation": None}
+    settings = {"adagauss": {"epochs": 1, "hidden": 4, "samples": 9}, "adc": {"images": 3}}
+    given = ["--preset", str(preset), "--classifiers", "lda", "ridge", "--of", '{"ridge": {"width": 20}}']
+    given += ["--kinds", "shift", "linear", "sdc", "efc", "adc", "adagauss"]
+    given += ["--options", json.dumps(options), "--settings", json.dumps(settings)]
+    drift.main([*given, "--json", str(tmp_path / "drift.json")])
     record = json.loads((tmp_path / "drift.json").read_text())
     assert capsys.readouterr().out == (tmp_path / "drift.json").read_text()
-    assert list(record["final accuracy"]) == ["lda", "ridge"]
-    for found in record["final accuracy"].values():
-        assert all(0 <= found[way] <= 100 for way in ("none", "shift", "linear", "oracle"))
+    accuracy = record["final accuracy"]
+    assert list(accuracy) == ["lda", "ridge"]
+    ends = ["oracle means", "oracle", "memory in MB"]
+    assert list(accuracy["lda"]) == ["none", "shift", "linear", "sdc", "efc", "adc", "adagauss", *ends]
+    assert list(accuracy["ridge"]) == ["none", "shift", "linear", "sdc", *ends]  # what it can follow
+    assert all(0 <= value <= 100 for found in accuracy.values() for value in found.values())
     choices = record["ridge or s^2 by task, null: no move"]
     assert len(choices) == 4 and all(len(values) == 2 for values in choices.values())  # two tasks after the first
+    with interrupted_after(2):  # in the second task
+        drift.main([*given, "--out", str(tmp_path / "run")])
+    for _ in range(2):  # continued, and finished
+        drift.main([*given, "--out", str(tmp_path / "run")])
+        again = json.loads(capsys.readouterr().out)
+        assert all(again[key] == record[key] for key in ("final accuracy", "ridge or s^2 by task, null: no move"))
 
 
 def test_the_first_of_the_best_points_is_chosen_among_those_that_leave_the_demo_short():

@@ -12,8 +12,9 @@ from tolerance import assert_near, rounding
 from torch import Tensor
 
 from mambacl.classifiers import LDA, ClassStatistics, Gaussian
-from mambacl.classifiers.class_statistics import ClassStatisticsClassifier, root, whitening
+from mambacl.classifiers.class_statistics import ClassStatisticsClassifier, whitening
 from mambacl.classifiers.gaussian import FECAM, FECAM_VIT
+from mambacl.classifiers.sampling import root
 from mambacl.errors import UserError
 
 D, CLASSES = 6, 4

@@ -48,6 +48,18 @@ def test_fecam_as_recorded(rule: str, goldens: Path) -> None:
         classifier.update(features, torch.full((len(features),), label))
     used = recorded.get(f"{rule}.covariances_normalised", recorded.get(f"{rule}.covariances_shrunk_twice"))
     torch.testing.assert_close(classifier.covariances(), used, rtol=1e-8, atol=1e-10)
+    once = made(dataclasses.replace(RULES[rule], rounds=1, correlation=False), 7)
+    once.load_state_dict(classifier.state_dict())
+    torch.testing.assert_close(once.covariances(), recorded[f"{rule}.covariances_shrunk_once"], rtol=1e-8, atol=1e-10)
+    if f"{rule}.covariances_shrunk_twice" in recorded:
+        twice = made(dataclasses.replace(RULES[rule], correlation=False), 7)
+        twice.load_state_dict(classifier.state_dict())
+        torch.testing.assert_close(
+            twice.covariances(), recorded[f"{rule}.covariances_shrunk_twice"], rtol=1e-8, atol=1e-10
+        )
+    plain = classifier.plain_sums if RULES[rule].tukey != 1 else classifier.statistics.sums
+    means = plain / classifier.statistics.counts[:, None]
+    torch.testing.assert_close(means, recorded[f"{rule}.class_means"], rtol=1e-8, atol=1e-10)
     distances = -2 * classifier.scores(recorded["test.features"])
     torch.testing.assert_close(distances, recorded[f"{rule}.test.squared_distances"], rtol=1e-6, atol=1e-8)
 

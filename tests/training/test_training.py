@@ -173,16 +173,27 @@ def test_a_classifier_by_name(tmp_path: Path, uninterrupted: Path) -> None:
 
 @pytest.mark.usefixtures("few_test_images")
 @pytest.mark.parametrize(
-    "method, classifier", [("mamba-cl", "lda"), pytest.param("seq-adapter", "aligned", marks=pytest.mark.slow)]
+    "method, classifier, drift, options",
+    [
+        ("mamba-cl", "lda", "linear", {}),
+        ("mamba-cl", "lda", "adc", {"images": 4, "step": 200.0}),
+        ("sequential", "aligned", "efc", {}),
+        ("sequential", "gaussian", "adagauss", {"hidden": 8, "epochs": 2, "samples": 20}),
+        pytest.param("seq-adapter", "aligned", "linear", {}, marks=pytest.mark.slow),
+        pytest.param("sequential", "gaussian", "sldc", {"steps": 5}, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_follows_the_drift(method: str, classifier: str, tmp_path: Path) -> None:
+def test_a_run_that_follows_the_drift(
+    method: str, classifier: str, drift: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     """What trains is the same, the statistics are not; it resumes in the middle of a task, when it needs the weights
     from before the task; and a model made from it leaves those out."""
     chosen = {"method": method, "classifier": classifier, "training.passes": 2}
+    follows = {**chosen, "classifier_options": {"drift": drift, "drift_options": options}}
     stale = train(tmp_path / "stale", **chosen)
-    run = train(tmp_path / "whole", **chosen, **{"classifier_options.drift": "linear"})
+    run = train(tmp_path / "whole", **follows)
     with interrupted_after(5):  # after the first of two epochs of the second task
-        train(tmp_path / "broken", **chosen, **{"classifier_options.drift": "linear"})
+        train(tmp_path / "broken", **follows)
     assert mambacl.resume(tmp_path / "broken").trained
     assert_same_run(run.folder, tmp_path / "broken")
     ours, theirs = final_parameters(run.folder), final_parameters(stale.folder)

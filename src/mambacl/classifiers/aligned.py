@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl.classifiers.class_statistics import ClassStatistics, CovarianceOptions, draw
-from mambacl.classifiers.drift import FollowsDrift
+from mambacl.classifiers.class_statistics import ClassStatistics, CovarianceOptions, FollowsWithStatistics
 from mambacl.classifiers.registry import CLASSIFIERS
+from mambacl.classifiers.sampling import draw
 from mambacl.classifiers.separate import SeparateHeads
 from mambacl.errors import UserError
 from mambacl.ops.precision import full_precision
@@ -88,7 +88,7 @@ def align(
     return weight.detach(), bias.detach()
 
 
-class AlignedHeads(FollowsDrift, SeparateHeads):
+class AlignedHeads(FollowsWithStatistics, SeparateHeads):
     """Separate heads that are trained together on samples of the classes' Gaussians when a task ends. Keywords are the
     options of `AlignedOptions`."""
 
@@ -105,6 +105,7 @@ class AlignedHeads(FollowsDrift, SeparateHeads):
         self.statistics = ClassStatistics(num_features)
         self.register_buffer("weight", torch.zeros(0, num_features))
         self.register_buffer("bias", torch.zeros(0))
+        self.prepare_drift()
 
     def new_head(self, classes: int, seed: int) -> nn.Module:
         return super().new_head(classes, seed).to(self.weight.device)
@@ -113,15 +114,6 @@ class AlignedHeads(FollowsDrift, SeparateHeads):
         if len(labels) and int(labels.max()) >= self.classes:
             raise UserError(f"Label {int(labels.max())} has no head: add_task comes before update.")
         self.statistics.update(features, labels)
-
-    def class_means(self) -> tuple[Tensor, Tensor]:
-        return self.statistics.means(), self.statistics.counts
-
-    def transport(
-        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
-    ) -> None:
-        """Maps the statistics; the next alignment fits the heads to them."""
-        self.statistics.transport(matrix, offset, residual)
 
     def finish_task(self) -> None:
         """Aligns all heads. The samples depend only on the statistics and the number of tasks, so that a resumed run

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mambacl.classifiers.base import Classifier, StatisticsClassifier, check_batch
 from mambacl.classifiers.drift import DriftOptions, FollowsDrift, transported
+from mambacl.classifiers.sampling import draw, root
 from mambacl.classifiers.subspaces import class_sums
 from mambacl.errors import UserError
 from mambacl.options import Must, build_config
@@ -49,15 +50,6 @@ def mean_variance(matrices: Tensor) -> Tensor:
     return matrices.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def root(matrices: Tensor) -> Tensor:
-    """R with R R^T = S, for symmetric matrices (c, d, d); negative eigenvalues count as zero."""
-    factors, failed = torch.linalg.cholesky_ex(matrices)
-    for row in failed.nonzero()[:, 0].tolist():
-        values, vectors = torch.linalg.eigh(matrices[row])
-        factors[row] = vectors * values.clamp(min=0).sqrt()
-    return factors
-
-
 def whitening(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """W with W^T W = S^-1, and log det S, for symmetric matrices (c, d, d). Eigenvalues that are negative or zero to
     rounding are raised to the rounding of the largest."""
@@ -70,13 +62,6 @@ def whitening(matrices: Tensor) -> tuple[Tensor, Tensor]:
         values = values.clamp(min=len(values) * torch.finfo(values.dtype).eps * float(values.abs().max()))
         whiteners[row], log_det[row] = (vectors / values.sqrt()).T, values.log().sum()
     return whiteners, log_det
-
-
-def draw(means: Tensor, roots: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(classes, count, d): samples of the Gaussians with these means (classes, d) and roots of covariances. The noise
-    comes from a generator on the CPU, so that every device draws the same."""
-    noise = torch.randn(len(means), count, means.shape[1], generator=generator, dtype=means.dtype).to(means.device)
-    return means[:, None] + noise @ roots.mT
 
 
 class ClassStatistics(nn.Module):
@@ -160,6 +145,17 @@ class ClassStatistics(nn.Module):
             self.moments[row] = moment if r is None else moment + self.freedom()[rows].sum() * r
         self.sums = mapped + counts[:, None] * b
 
+    @torch.no_grad()
+    def set_covariances(self, covariances: Tensor) -> None:
+        """Gives the classes these covariances (classes, d, d); means and counts stay. Pooled statistics get their
+        mean, weighted by degrees of freedom."""
+        c, d = self.classes, self.num_features
+        scatter = self.freedom()[:, None, None] * symmetric(self._checked("covariance", covariances, (c, d, d)))
+        if self.per_class:
+            self.moments = scatter + self.sums[:, :, None] * self.means()[:, None]
+        else:
+            self.moments = (scatter.sum(0) + self.sums.T @ self.means())[None]
+
     def _checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tensor.shape != shape or not torch.isfinite(tensor).all():
             raise UserError(f"transport needs a finite {name} {shape}, got one of shape {tuple(tensor.shape)}.")
@@ -231,7 +227,32 @@ class ClassStatistics(nn.Module):
         return features.flatten(0, 1), seen.repeat_interleave(count)
 
 
-class ClassStatisticsClassifier(FollowsDrift, StatisticsClassifier):
+class FollowsWithStatistics(FollowsDrift):
+    """A classifier that follows a drift with its `ClassStatistics`."""
+
+    statistics: ClassStatistics
+    follows_covariances = True
+
+    def class_means(self) -> tuple[Tensor, Tensor]:
+        return self.statistics.means(), self.statistics.counts
+
+    def transport(
+        self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
+    ) -> None:
+        self.statistics.transport(matrix, offset, residual)
+
+    def class_covariances(self) -> Tensor:
+        """Pooled statistics have the same for all classes."""
+        statistics, d = self.statistics, self.num_features
+        return (
+            statistics.covariances() if statistics.per_class else statistics.within().expand(statistics.classes, d, d)
+        )
+
+    def set_covariances(self, covariances: Tensor) -> None:
+        self.statistics.set_covariances(covariances)
+
+
+class ClassStatisticsClassifier(FollowsWithStatistics, StatisticsClassifier):
     """A classifier whose state is `ClassStatistics`. A subclass writes `solve`, whose result is kept until the
     statistics change, and `forward`."""
 
@@ -242,6 +263,7 @@ class ClassStatisticsClassifier(FollowsDrift, StatisticsClassifier):
         self.options = build_config(self.options_class, options, self.name)
         self.statistics = ClassStatistics(num_features, self.covariance)
         self._solved: dict[Any, tuple[Tensor, ...]] = {}
+        self.prepare_drift()
 
     def solve(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The tensors that `forward` needs, on the statistics' device."""
@@ -273,13 +295,14 @@ class ClassStatisticsClassifier(FollowsDrift, StatisticsClassifier):
         self.statistics.merge(other.statistics)
         self._solved.clear()
 
-    def class_means(self) -> tuple[Tensor, Tensor]:
-        return self.statistics.means(), self.statistics.counts
-
     def transport(
         self, matrix: Tensor | None = None, offset: Tensor | None = None, residual: Tensor | None = None
     ) -> None:
-        self.statistics.transport(matrix, offset, residual)
+        super().transport(matrix, offset, residual)
+        self._solved.clear()
+
+    def set_covariances(self, covariances: Tensor) -> None:
+        super().set_covariances(covariances)
         self._solved.clear()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

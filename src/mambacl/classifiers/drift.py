@@ -1,7 +1,8 @@
 """Corrects the statistics of old classes when training moves the features.
 
 The images of old classes are gone. The new task's images are there, and have features x under the weights from before
-the task and y under those after it. What happens to them, y - x, says where old classes have gone:
+the task and y under those after it. What happens to them, y - x, says where old classes have gone. Two kinds choose
+their own settings:
 
     shift    class c moves by b_c = sum_i w_ci (y_i - x_i) / sum_i w_ci,  w_ci = exp(-|x_i - m_c|^2 / (2 s^2)), where
              m_c is its mean: SDC (Yu et al., CVPR 2020)
@@ -13,68 +14,49 @@ leaving out classes of the new task and predicting how far their means move, whi
 If no choice predicts it better than "not at all", nothing changes. Tasks with fewer than ENOUGH classes get fixed
 values: training pulls two classes apart, so that neither says how the other moves.
 
-x and y are what a classifier has sums of: features, or lifted features for the ridge classifier. Lifted, the map is the
-conditional mean embedding of the new features given the old ones.
+The others are published systems with the settings of their public code, one file each in `drifts/`: `sdc`, `ldc`, `adc`
+and `efc` move means, `adagauss`, `dpcr`, `sldc-linear` and `sldc` means and covariances.
+
+x and y are what a classifier has sums of: features, or lifted features for the ridge classifier. Lifted, a linear map
+is the conditional mean embedding of the new features given the old ones. If no feature has moved, nothing changes.
 
 Memory in bytes, while a task ends, for d features or units: up to 120 d^2 with `linear`, of which 40 d^2 are sums;
-up to 32 n d for n images with `shift`.
+up to 32 n d for n images with `shift` and the kinds that train a map.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mambacl.classifiers.base import check_batch
+from mambacl.classifiers.drifts import KINDS
+from mambacl.classifiers.drifts.base import Drift, Move, TaskEnd
+from mambacl.errors import UserError
 from mambacl.ops.precision import full_precision
-from mambacl.options import Options
-
-RIDGES = [10.0**step for step in range(1, -14, -1)]  # times the mean diagonal of the matrix to invert
-WIDTHS = [4.0**step for step in range(1, -6, -1)]  # s^2, as a share of the variance of the new images' features
-ENOUGH = 4  # classes, to judge by some of them
-FIXED_RIDGE, FIXED_WIDTH = 0.1, 0.25  # for tasks with fewer
-PATIENCE = 2  # values in a row that are worse than the best, before the search ends
+from mambacl.options import Options, build_config
 
 
 @dataclass(frozen=True)
 class DriftOptions(Options):
     """What becomes of old classes when training moves the features."""
 
-    drift: Literal["none", "shift", "linear"] = "none"
-    """how statistics of old classes follow when training moves the features: not at all, by a shift per class (SDC), or
-    by a linear map; both are fitted to the new task's images"""
+    drift: Literal["none", "shift", "linear", "sdc", "ldc", "adc", "efc", "adagauss", "dpcr", "sldc-linear", "sldc"] = (
+        "none"
+    )
+    """how statistics of old classes follow when training moves the features: not at all, by a shift per class, by a
+    linear map, or as a published system does it; fitted to the new task's images"""
+    drift_options: dict[str, Any] = field(default_factory=dict)
+    """options of this kind, where they differ from the public code's"""
 
-
-@dataclass(frozen=True)
-class Move:
-    """Features x of class c have become x A + b_c, up to a residual with covariance R."""
-
-    matrix: Tensor | None = None  # A (d, d); None: the identity
-    offset: Tensor | None = None  # b (d,), or (classes, d)
-    residual: Tensor | None = None  # R (d, d)
-    choice: float = math.inf
-    """the ridge or s^2, in units of the data; infinite if nothing moves"""
-
-
-# Mathematics
-
-
-def kernel_shift(old: Tensor, moved: Tensor, points: Tensor, variance: float) -> Tensor:
-    """How far points (c, d) move: the mean of `moved` (n, d), weighted by a Gaussian kernel of the distance to `old`
-    (n, d). Weights are relative to the closest, so that far points move as well."""
-    distances = torch.cdist(points, old).square()
-    return torch.softmax(-distances / (2 * variance), dim=1) @ moved
-
-
-def regularised(gram: Tensor, ridge: float) -> Tensor | None:
-    """The Cholesky factor of `gram` plus a ridge; None if rounding has made it indefinite."""
-    lower, failed = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
-    return None if failed else lower
+    def check(self) -> None:
+        if self.drift != "none":
+            build_config(KINDS[self.drift].options_class, self.drift_options, f"drift {self.drift}")
+        elif self.drift_options:
+            raise UserError("drift_options belong to a kind of drift: set drift as well, or leave them out.")
 
 
 def transported(moment: Tensor, sums: Tensor, counts: Tensor, offset: Tensor, matrix: Tensor | None = None) -> Tensor:
@@ -85,165 +67,38 @@ def transported(moment: Tensor, sums: Tensor, counts: Tensor, offset: Tensor, ma
     return mapped + cross + cross.T + offset.T @ (counts[:, None] * offset)
 
 
-def best(values: Iterable[float], error: Callable[[float], float], none: float) -> float:
-    """The value with the smallest error; infinite if none is below `none`. Ends after a few that are worse."""
-    chosen, least, worse = math.inf, none, 0
-    for value in values:
-        found = error(value)
-        if found < least:
-            chosen, least, worse = value, found, 0
-        elif chosen < math.inf:
-            worse += 1
-            if worse == PATIENCE:
-                break
-    return chosen
-
-
-# Fits
-
-
-class Drift(ABC):
-    """Fitted to the new task's images, in any order and division into batches."""
-
-    @abstractmethod
-    def update(self, old: Tensor, new: Tensor, labels: Tensor) -> None:
-        """Adds images: their features (b, d) before and after the task, in float64."""
-
-    @abstractmethod
-    def move(self, means: Tensor) -> Move:
-        """What happened to old classes with these means (classes, d)."""
-
-
-class Shift(Drift):
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def update(self, old: Tensor, new: Tensor, labels: Tensor) -> None:
-        self.parts.append((old.float(), (new - old).float(), labels))
-
-    def move(self, means: Tensor) -> Move:
-        if not self.parts:
-            return Move()
-        old, moved, labels = (torch.cat(tensors) for tensors in zip(*self.parts, strict=True))
-        old, moved = old.double(), moved.double()
-        unit = float((old - old.mean(0)).square().sum(1).mean()) or 1.0
-        groups = [labels == label for label in labels.unique()]
-
-        def error(width: float) -> float:
-            """Of the predicted means' moves, each from the images of other classes."""
-            total = 0.0
-            for own in groups:
-                expected = kernel_shift(old[~own], moved[~own], old[own].mean(0, keepdim=True), width * unit)
-                total += float((moved[own].mean(0) - expected[0]).square().sum()) * int(own.sum())
-            return total
-
-        none = sum(float(moved[own].mean(0).square().sum()) * int(own.sum()) for own in groups)
-        width = best(WIDTHS, error, none) if len(groups) >= ENOUGH else FIXED_WIDTH
-        if width == math.inf or not moved.any():
-            return Move()
-        return Move(offset=kernel_shift(old, moved, means, width * unit), choice=width * unit)
-
-
-class Linear(Drift):
-    """Holds sums only: of x x^T and x (y - x)^T over each half of the classes, of (y - x) (y - x)^T, and of x and y - x
-    per class."""
-
-    def __init__(self) -> None:
-        self.grams: Tensor | None = None  # (2, d, d)
-
-    def update(self, old: Tensor, new: Tensor, labels: Tensor) -> None:
-        moved, d = new - old, old.shape[1]
-        if self.grams is None:
-            self.grams, self.crosses = old.new_zeros(2, d, d), old.new_zeros(2, d, d)
-            self.noise = old.new_zeros(d, d)
-            self.sums, self.moved = old.new_zeros(0, d), old.new_zeros(0, d)
-            self.counts = labels.new_zeros(0)
-        more = max(0, int(labels.max()) + 1 - len(self.counts))
-        rows = (0, 0, 0, more)
-        self.sums, self.moved = F.pad(self.sums, rows), F.pad(self.moved, rows)
-        self.counts = F.pad(self.counts, (0, more))
-        members = F.one_hot(labels, len(self.counts)).T.to(old)
-        self.sums += members @ old
-        self.moved += members @ moved
-        self.counts += torch.bincount(labels, minlength=len(self.counts))
-        self.noise.addmm_(moved.T, moved)
-        for half in range(2):
-            x, m = old[labels % 2 == half], moved[labels % 2 == half]
-            self.grams[half].addmm_(x.T, x)
-            self.crosses[half].addmm_(x.T, m)
-
-    def move(self, means: Tensor) -> Move:
-        if self.grams is None:
-            return Move()
-        ridge = self._choice()
-        if ridge == math.inf or not self.noise.any():
-            return Move()
-        x, y, n = self.sums.sum(0), self.moved.sum(0), int(self.counts.sum())
-        scale = self._constant()
-        gram, cross = self._with_constant(self.grams.sum(0), x, n, scale), self.crosses.sum(0)
-        cross = torch.cat([cross, scale * y[None]])
-        ridge *= float(gram.diagonal().mean())
-        lower = regularised(gram, ridge)
-        if lower is None:
-            return Move()
-        fitted = torch.cholesky_solve(cross, lower)  # W, and b / scale
-        product = fitted.T @ cross
-        left = (y - torch.cat([x, x.new_tensor([scale * n])]) @ fitted) / n
-        residual = (self.noise - product - product.T + fitted.T @ (gram @ fitted)) / n - torch.outer(left, left)
-        matrix = fitted[:-1] + torch.eye(len(x), dtype=x.dtype, device=x.device)
-        return Move(matrix, scale * fitted[-1], (residual + residual.T) / 2, ridge)
-
-    def _constant(self) -> float:
-        """The value of the constant beside the features: as large as a typical one."""
-        assert self.grams is not None
-        return float(self.grams.sum(0).diagonal().mean() / self.counts.sum()) ** 0.5 or 1.0
-
-    def _with_constant(self, gram: Tensor, sums: Tensor, count: int, scale: float) -> Tensor:
-        wider = F.pad(gram, (0, 1, 0, 1))
-        wider[-1, :-1] = wider[:-1, -1] = scale * sums
-        wider[-1, -1] = scale**2 * count
-        return wider
-
-    def _choice(self) -> float:
-        """The ridge, relative to the mean diagonal, whose map from one half of the classes best predicts how the means
-        of the other half move."""
-        assert self.grams is not None
-        halves, scale = torch.arange(len(self.counts), device=self.counts.device) % 2, self._constant()
-        seen = self.counts > 0
-        if min(int((seen & (halves == half)).sum()) for half in range(2)) < ENOUGH // 2:
-            return FIXED_RIDGE
-        fits = []
-        for half in range(2):
-            own, other = halves == half, seen & (halves != half)
-            n = int(self.counts[own].sum())
-            gram = self._with_constant(self.grams[half], self.sums[own].sum(0), n, scale)
-            cross = torch.cat([self.crosses[half], scale * self.moved[own].sum(0)[None]])
-            weights = self.counts[other].double()[:, None]
-            means = F.pad(self.sums[other] / weights, (0, 1), value=scale)
-            fits.append((gram, float(gram.diagonal().mean()), cross, means, self.moved[other] / weights, weights))
-
-        def error(ridge: float) -> float:
-            total = 0.0
-            for gram, unit, cross, means, moves, weights in fits:
-                lower = regularised(gram, ridge * unit)
-                if lower is None:
-                    return math.inf
-                expected = torch.cholesky_solve(means.T, lower).T @ cross
-                total += float((weights * (moves - expected).square()).sum())
-            return total
-
-        none = sum(float((weights * moves.square()).sum()) for _, _, _, _, moves, weights in fits)
-        return best(RIDGES, error, none)
-
-
-FITS: dict[str, type[Drift]] = {"shift": Shift, "linear": Linear}
-
-
 class FollowsDrift(ABC):
-    """A classifier whose statistics can follow the features; its options include `DriftOptions`."""
+    """A classifier whose statistics can follow the features; its options include `DriftOptions`. It calls
+    `prepare_drift` when it is built."""
 
+    name: ClassVar[str]
     options: Any
     num_features: int
+    drift_matrix: Tensor  # (d, d): what a kind keeps from one task to the next; zeros before the first
+    follows_covariances: ClassVar[bool] = False
+    """whether it holds covariances: `class_covariances` and `set_covariances`"""
+    follows_features: ClassVar[bool] = True
+    """whether the statistics are of the features themselves, not of lifted ones"""
+
+    def prepare_drift(self) -> None:
+        """Refuses a kind that this classifier cannot follow, and makes room for what a kind keeps between tasks."""
+        kind = KINDS.get(self.options.drift)
+        if kind is None:
+            return
+        if not self.can_follow(kind):
+            what = "covariances of classes" if kind.needs_covariances else "statistics of the features themselves"
+            able = ", ".join(name for name, other in KINDS.items() if self.can_follow(other))
+            raise UserError(
+                f"The drift {kind.name} needs {what}, which {self.name} does not have: choose gaussian, lda or aligned "
+                f"as classifier, or one of the drifts {able}."
+            )
+        if kind.keeps_matrix:
+            d = self.num_features
+            self.register_buffer("drift_matrix", torch.zeros(d, d, dtype=torch.float64))  # type: ignore[attr-defined]
+
+    def can_follow(self, kind: type[Drift]) -> bool:
+        has = self.follows_covariances, self.follows_features
+        return has[0] >= kind.needs_covariances and has[1] >= kind.needs_features
 
     def drift_features(self, features: Tensor) -> Tensor:
         """What the statistics are sums of: (b, d) -> (b, d or units)."""
@@ -259,14 +114,24 @@ class FollowsDrift(ABC):
     ) -> None:
         """Follows features that moved from x to x A + b, up to a residual with covariance R: see `Move`."""
 
+    def class_covariances(self) -> Tensor:
+        """(classes, d, d), with `follows_covariances`."""
+        raise NotImplementedError
+
+    def set_covariances(self, covariances: Tensor) -> None:
+        """Replaces them, with `follows_covariances`; the means stay."""
+        raise NotImplementedError
+
     @torch.no_grad()
-    def follow(self, pairs: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Move:
+    def follow(self, pairs: Iterable[tuple[Tensor, Tensor, Tensor]], end: TaskEnd | None = None) -> Move:
         """Corrects the statistics before a task's images are added to them. `pairs`: the images' features (b, d) before
-        the task trained and after it, and their labels, in batches. They are read only if there is something to do."""
+        the task trained and after it, and their labels, in batches. They are read only if there is something to do.
+        `end` is what some kinds need beside them."""
         means, counts = self.class_means()
-        if self.options.drift == "none" or not int(counts.sum()):
+        seen, kind = counts > 0, KINDS.get(self.options.drift)
+        if kind is None or not (kind.keeps_matrix or seen.any()):
             return Move()
-        fit = FITS[self.options.drift]()
+        fit, moved, some = kind(self.options.drift_options, end), False, False
         for old, new, labels in pairs:
             for features in (old, new):
                 check_batch(features, labels, self.num_features)
@@ -274,7 +139,28 @@ class FollowsDrift(ABC):
                 with full_precision(means):
                     x, y = (self.drift_features(features.to(means.device)).double() for features in (old, new))
                     fit.update(x, y, labels.to(means.device))
+                    moved, some = moved or not torch.equal(x, y), True
+        moved = moved and bool(seen.any())
+        if not some or not (moved or kind.keeps_matrix):
+            return Move()
         with full_precision(means):
-            found = fit.move(means)
-            self.transport(found.matrix, found.offset, found.residual)
+            if kind.keeps_matrix and self.drift_matrix.any():
+                fit.matrix = self.drift_matrix
+            found = fit.move(means[seen], self.class_covariances()[seen] if kind.needs_covariances else None)
+            if kind.keeps_matrix:
+                assert fit.matrix is not None
+                self.drift_matrix = fit.matrix
+            if not moved:
+                return Move()
+            self._take(found, means, seen)
         return found
+
+    def _take(self, found: Move, means: Tensor, seen: Tensor) -> None:
+        offset = found.offset
+        if offset is not None and offset.dim() == 2:  # of the classes seen
+            offset = torch.zeros_like(means).masked_scatter(seen[:, None], offset)
+        self.transport(found.matrix, offset, found.residual)
+        if found.covariances is not None:
+            covariances = self.class_covariances().clone()
+            covariances[seen] = found.covariances
+            self.set_covariances(covariances)

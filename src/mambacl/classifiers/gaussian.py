@@ -59,6 +59,7 @@ class GaussianOptions(CovarianceOptions):
     are computed from"""
 
     def check(self) -> None:
+        super().check()
         if self.drift != "none" and not self.plain:
             raise UserError(PLAIN)
 
@@ -75,6 +76,10 @@ FECAM = GaussianOptions(
 """FeCAM's public code for convolutional networks, whose features are positive"""
 FECAM_VIT = GaussianOptions(own=1.0, pooled=0.0, variance=1.0, correlation=True, log_det=False, unit="features")
 """FeCAM's public code for vision transformers"""
+ADAGAUSS = GaussianOptions(
+    own=1.0, pooled=0.0, variance=3.0, correlation=True, log_det=False, unit="distance", drift="adagauss",
+)  # fmt: skip
+"""AdaGauss's public code"""
 RGDA = GaussianOptions(own=0.2, pooled=0.2, variance=0.0, identity=0.2)
 """regularised Gaussian discriminant analysis, as in the public code of LR-RGDA"""
 

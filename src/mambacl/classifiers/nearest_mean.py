@@ -47,6 +47,7 @@ class NearestMean(FollowsDrift, StatisticsClassifier):
         self.options = build_config(self.options_class, options, self.name)
         self.register_buffer("sums", torch.zeros(0, num_features, dtype=torch.int64))
         self.register_buffer("counts", torch.zeros(0, dtype=torch.int64))
+        self.prepare_drift()
 
     @property
     def classes(self) -> int:

@@ -36,6 +36,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "outliers",
             "registry",
             "ridge_options",
+            "sampling",
             "subspaces",
             "triplet",
         ),

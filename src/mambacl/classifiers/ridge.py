@@ -66,6 +66,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
     summary = "ridge regression on a random lift of the features, from sums over all tasks"
     options_class: ClassVar[type] = RidgeOptions
     estimates_probabilities: ClassVar[bool] = True
+    follows_features: ClassVar[bool] = False
     center: Tensor  # m (d,); empty until it is fixed
     scale: Tensor  # s (d,)
     gram: Tensor  # G, in storage: see `Gram` and `Factor`
@@ -83,6 +84,7 @@ class Ridge(FollowsDrift, StatisticsClassifier):
         super().__init__(num_features)
         self.asked = build_config(RidgeOptions, options, self.name)
         self._build(resolved(self.asked, num_features))
+        self.prepare_drift()
 
     def _build(self, options: RidgeOptions) -> None:
         """An empty state."""
@@ -344,6 +346,8 @@ class Ridge(FollowsDrift, StatisticsClassifier):
                     continue
                 parts.append(least_squares.solve(whole, diagonal, targets[:, block], float(self.ridge)))
         self.weights = torch.cat(parts, dim=1).to(self.dtype) / self.options.blocks
+        if self.options.unit:
+            self.weights = F.normalize(self.weights, dim=1)
         self._solved = True
 
     @torch.no_grad()

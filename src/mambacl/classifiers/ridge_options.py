@@ -41,6 +41,15 @@ RULES: dict[str, dict[str, Any]] = {
         "ridge": 0.1,
         "storage": "float64",
     },
+    "dpcr": {
+        "width": 0,
+        "activation": "none",
+        "distribution": "normal",
+        "standardize": "none",
+        "ridge": 200.0,
+        "storage": "float64",
+        "unit": True,
+    },
 }
 
 
@@ -48,8 +57,8 @@ RULES: dict[str, dict[str, Any]] = {
 class RidgeOptions(DriftOptions):
     """Options of the ridge classifier. Null is the rule's value."""
 
-    rule: Literal["ours", "ranpac", "acil"] = "ours"
-    """where the other options' defaults come from: ours, RanPAC's or ACIL's"""
+    rule: Literal["ours", "ranpac", "acil", "dpcr"] = "ours"
+    """where the other options' defaults come from: ours, RanPAC's, ACIL's or DPCR's"""
     width: Annotated[int, NOT_NEGATIVE] | Literal["auto"] | None = None
     """units of the lift; 0: no lift; auto: as many as state_limit allows; null: auto if there is a state_limit,
     otherwise the rule's (ours: 5000, or 32 per feature if that is less)"""
@@ -69,10 +78,13 @@ class RidgeOptions(DriftOptions):
     """with ridge current-task: the share of the task's images, its last ones, that judge the ridge"""
     balanced: bool = False
     """give every class the same weight in Q, whatever its number of images"""
+    unit: bool | None = None
+    """divide each class's weights by their length, as DPCR does (the other rules: false)"""
     storage: Literal["float32", "float64", "int24", "int16", "factor"] | None = None
     """how G is stored; int24 takes three quarters of the space of float32, int16 half of it, but int16 needs a larger
-    ridge; factor, the Cholesky factor with 12 bits per value, takes three eighths; null: ACIL's float64; ours with a
-    state_limit: factor below 200MB if width, ridge, blocks and drift are the defaults, otherwise int24; else float32"""
+    ridge; factor, the Cholesky factor with 12 bits per value, takes three eighths; null: float64 with the rules acil
+    and dpcr; ours with a state_limit: factor below 200MB if width, ridge, blocks and drift are the defaults, otherwise
+    int24; else float32"""
     blocks: Annotated[int, at_least(1)] = 1
     """independent lifts that share the width, with one G each; their scores are averaged"""
     state_limit: str | None = None
@@ -83,6 +95,7 @@ class RidgeOptions(DriftOptions):
     """seed of the lift's weights"""
 
     def check(self) -> None:
+        super().check()
         if self.drift != "none" and self.blocks > 1:
             raise UserError(
                 "A ridge classifier with several blocks cannot follow a drift: set blocks to 1 or drift to none."
@@ -130,6 +143,7 @@ def resolved(options: RidgeOptions, features: int) -> RidgeOptions:
         rule |= {"width": "auto"}
     rule.setdefault("storage", default_storage(options))
     rule.setdefault("bandwidth", 1.0)
+    rule.setdefault("unit", False)
     rule.setdefault("width", min(DEFAULT_UNITS, UNITS_PER_FEATURE * features))
     options = replace(options, **{name: value for name, value in rule.items() if getattr(options, name) is None})
     if options.state_limit is None:

@@ -7,6 +7,7 @@ entry point group `mambacl.methods`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.calibration import Calibration, calibrated
 from mambacl.classifiers.drift import FollowsDrift
+from mambacl.classifiers.drifts.base import TaskEnd
 from mambacl.classifiers.kept import KeptFeatures
 from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
@@ -191,6 +193,11 @@ class Method:
                 f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
                 "classifier that is computed from features, such as ridge."
             )
+        if getattr(options, "drift", "none") == "efc" and self.input_features != self.num_features:
+            raise UserError(
+                "The drift efc works on the final feature, which heads train on: set features.depths to final, or "
+                "choose another drift."
+            )
         return kind(self.input_features, **asdict(options))
 
     def overview(self) -> str:
@@ -285,27 +292,49 @@ class Method:
         """Called after `finish_task` if it `stores_images`: `read` gives the pixels, uint8 (3, h, w), of one of the
         task's images by its position in those batches."""
 
-    def follow_drift(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Called before `fit_classifier`, with the same images: corrects the classifier for what the task has done to
-        the features of old classes. Only if `start` is kept."""
+    def follow_drift(self, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Called before `fit_classifier`; `batches()` gives the same images. Corrects the classifier for what the task
+        has done to the features of old classes. Only if `start` is kept."""
         assert isinstance(self.classifier, FollowsDrift)
-        self.classifier.follow(self.moved_features(batches))
+        self.classifier.follow(self.moved_features(batches()), self.task_end(batches))
 
     @torch.no_grad()
     def moved_features(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """What the classifier gets for images before the task and after it, and their labels."""
-        trained = dict(self.tuning.trained())
         for images, labels in self._views_to_learn(batches):
             new = at_least_float32(self.classifier_input(images))
-            now = {name: parameter.clone() for name, parameter in trained.items()}
-            try:
-                for name, parameter in trained.items():
-                    parameter.copy_(self.start[name])
+            with self.before_task():
                 old = at_least_float32(self.classifier_input(images))
-            finally:
+            yield old, new, labels
+
+    def task_end(self, batches: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> TaskEnd:
+        """What kinds of drift correction may need beside these features."""
+        return TaskEnd(
+            seed=1000 * self.setup.seed + self.task,
+            heads=self.heads,
+            images=lambda: (images for images, _ in self._views_to_learn(batches())),
+            features=lambda images: at_least_float32(self.classifier_input(images)),
+            before=self.before_task,
+        )
+
+    def before_task(self) -> AbstractContextManager[None]:
+        """Within it, the trained parameters are those from before the task. Only if `start` is kept."""
+        return self.with_values(self.start)
+
+    @contextmanager
+    def with_values(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it, the trained parameters have these values."""
+        trained = dict(self.tuning.trained())
+        now = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in trained.items():
+                    parameter.copy_(values[name])
+            yield
+        finally:
+            with torch.no_grad():
                 for name, parameter in trained.items():
                     parameter.copy_(now[name])
-            yield old, new, labels
 
     def _learned_views(self, images: Tensor) -> list[Tensor]:
         return [images, images.flip(3)] if self.setup.features.mirror != "none" else [images]

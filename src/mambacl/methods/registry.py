@@ -5,7 +5,8 @@ from typing import Any
 from mambacl.lazy import constant, members
 from mambacl.registry import Registry
 
-SHARED = ("base", "fine_tuned", "first_task", "projected", "rehearsing", "task_changes")  # what several methods derive from
+# what several methods derive from
+SHARED = ("base", "fine_tuned", "first_task", "projected", "rehearsing", "task_changes")
 
 METHODS: Registry[Any] = Registry(  # of subclasses of `methods.base.Method`
     "method",

@@ -204,6 +204,7 @@ class Loop:
             epoch -= phase.first
         done = (epoch + (share if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
         return recipe.lr_factor(done) * phase.rate
+
     # What the stream needs to know of stored images; streams of methods that store none need not know the word
 
     def _stored(self) -> dict[str, StoredImages]:
@@ -258,7 +259,7 @@ class Loop:
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
                 if self.method.start:
                     self.progress.text("following the drift")
-                    self.method.follow_drift(self.stream.plain_batches(task, recipe.eval_batch_size))
+                    self.method.follow_drift(lambda: self.stream.plain_batches(task, recipe.eval_batch_size))
                     self.progress.text("learning features")
                 self.method.fit_classifier(self.progress.over(batches))
                 self.method.calibrate()
