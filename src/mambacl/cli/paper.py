@@ -46,7 +46,9 @@ def paper(
         str, "only runs whose names, which --dry-run lists, contain one of these words, separated by commas"
     ] = "",
     dry_run: Annotated[bool, "only print the runs and their states"] = False,
-    finished: Annotated[bool, "train nothing: write the table from the finished runs, also from another machine"] = False,
+    finished: Annotated[
+        bool, "train nothing: write the table from the finished runs, also from another machine"
+    ] = False,
     shard: Annotated[
         str,
         "I/N: train only every N-th run from the I-th on, and write no table, so that N processes share the runs",

@@ -274,6 +274,8 @@ def _curve(losses: bool) -> Design:
 
 
 NANO_WORDS = {
+    "main": f"rows on {rivals.VIT} have the published recipes with other passes, batches and factors of the learning "
+    "rates (docs/paper.md): not the published setting",
     "long-sequence": "each task has at least two classes, so CIFAR-100 has at most 50 tasks and Fashion-MNIST 5",
     "variants": "the nano sizes of the three backbones, at 32 pixels, from random weights instead of ImageNet-1k's",
     "scratch": f"{NANO} instead of defocus_mamba_tiny",

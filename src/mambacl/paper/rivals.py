@@ -152,4 +152,3 @@ def write_chosen(factors: Mapping[str, float], path: Path = RATES) -> None:
     )
     path.write_text(head + "".join(f"{name}: {factor:g}\n" for name, factor in sorted(factors.items())), "utf-8")
     chosen.cache_clear()
-
