@@ -7,7 +7,7 @@ Every method that trains has the same budget: three factors of its published rat
 images held back, 100 images per class and 5 passes. Processes with different `--shard` share the runs. Start them again
 after an interruption: finished runs are read, the others continue. `--merge` trains nothing: it writes what was tried
 and chosen to the JSON file, and the choice to `src/mambacl/paper/rates.yaml`, from which the main table takes it. A
-method with missing runs keeps its published rates.
+method with missing runs keeps its rates.
 """
 
 import argparse

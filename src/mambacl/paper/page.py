@@ -155,7 +155,7 @@ def paper_page(comparison: Comparison) -> str:
 
 
 def write_paper_table(comparison: Comparison, target: Path) -> Path:
-    """Writes `paper-NAME.html`, the table as `.md`, `.tex` and `.csv`, and all runs as `.json`. Returns the page's path."""
+    """Writes `paper-NAME.html`, the table as `.md`, `.tex` and `.csv`, all runs as `.json`. Returns the page's path."""
     table, stem = as_table(comparison), f"paper-{comparison.table.name}"
     files = {f"{stem}.md": to_markdown(table), f"{stem}.tex": to_latex(table), f"{stem}.csv": long_csv(comparison)}
     files[f"{stem}.json"] = json.dumps(as_record(comparison), indent=1) + "\n"

@@ -140,15 +140,20 @@ def _preset(name: str, method: str) -> RunConfig:
 @functools.cache
 def chosen() -> dict[str, float]:
     """The factor of the learning rates by method; empty before anything was tuned."""
-    text = RATES.read_text(encoding="utf-8") if RATES.is_file() else ""
+    return _read(RATES)
+
+
+def _read(path: Path) -> dict[str, float]:
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return {name: float(factor) for name, factor in (yaml.safe_load(text) or {}).items()}
 
 
 def write_chosen(factors: Mapping[str, float], path: Path = RATES) -> None:
-    """Replaces the file of chosen factors."""
+    """Writes the file of chosen factors. Methods that it has already and that are not among them stay."""
     head = (
-        "# Factors of the published learning rates (preset cifar100-10) in the main table at the scale nano, chosen on\n"
-        "# held-back training images. Written by examples/tune_rivals.py.\n"
+        "# Factors of the published learning rates (preset cifar100-10) in the main table at the scale nano.\n"
+        "# Chosen on held-back training images; written by examples/tune_rivals.py.\n"
     )
-    path.write_text(head + "".join(f"{name}: {factor:g}\n" for name, factor in sorted(factors.items())), "utf-8")
+    lines = [f"{name}: {factor:g}\n" for name, factor in sorted({**_read(path), **factors}.items())]
+    path.write_text(head + "".join(lines), encoding="utf-8")
     chosen.cache_clear()
