@@ -133,7 +133,7 @@ def _rows(clock: Clock, name: str, backbone: str, batch: int, folder: Path, said
     def row(what: str, seconds: Mapping[str, float], learning: int, backward: int, loop: Loop) -> Row:
         forward, own = seconds["forward"], seconds["own"]
         explained = (learning - backward) * forward + backward * seconds["both"]
-        passes = f"{learning}" + (f", {backward} + backward" if backward else "")
+        passes = f"{learning}" + (f", {backward} with backward" if backward else "")
         return {
             "method": name, "backbone": backbone, "what": what, "ms": 1e3 * own, "/_forward": own / forward,
             "passes": passes, "by_passes": explained / forward, "measured_/_by_passes": own / explained,
@@ -167,16 +167,18 @@ def _steps(loop: Loop, images: Tensor) -> Iterator[tuple[str, partial[None], boo
         last = task == (0 if method.first_task_only else TASKS - 1)
         first, classes = stream.first_label(task), len(stream.tasks[task])
         labels = first + torch.arange(len(images), device=images.device) % classes
+        seen = set()
         for epoch in range(EPOCHS * method.trains_in(task)):
-            before = loop.step
             loop._enter_phase(epoch)
-            if loop.step is before:  # the same phase goes on
-                continue
             method.start_epoch(epoch, partial(stream.train_batches, task, epoch, loop.recipe.batch_size))
+            loop._enter_phase(epoch)  # which `start_epoch` may have decided
+            phase = method.current
+            if phase in seen or phase.roles == ():  # the same phase goes on, or nothing trains
+                continue
+            seen.add(phase)
             assert loop.step is not None
             step = partial(loop.step, images, labels, 1.0)
             step()
-            name = method.current.name
-            yield f", {name}" if name else "", step, last
+            yield f", {phase.name}" if phase.name else "", step, last
         loop.optimizer = loop.step = None
         loop._consolidate(task)

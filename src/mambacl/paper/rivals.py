@@ -69,6 +69,7 @@ ROWS = (
     Rival("ovor", "OVOR-Deep"),
     Rival("conv-prompt", "ConvPrompt"),
     Rival("inflora", "InfLoRA"),
+    Rival("ease", "EASE"),
     Rival("cprompt", "CPrompt"),
     Rival("sd-lora", "SD-LoRA"),
     Rival("cprompt-kac", "CPrompt-KAC"),
