@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from mambacl.reports.runs import RunRecord
 from mambacl.training.loop import Loop, TrainingError
 
 TINY = [
-    "--device", "cpu", "--stream.transforms.image_size", "16", "--stream.train_per_class", "4", "--training.passes", "1",
+    "--device", "cpu", "--training.passes", "1", "--stream.train_per_class", "4",
+    "--stream.transforms.image_size", "16",
 ]  # fmt: skip
 NANO = ["paper", "main", "--scale", "nano", *TINY]
 
@@ -117,7 +119,7 @@ def test_only_a_rival_on_a_vision_transformer_belongs_to_a_published_row() -> No
 def test_shards_share_all_runs() -> None:
     items = list(range(11))
     parts = [runner.shard(items, f"{i}/4") for i in range(1, 5)]
-    assert sorted(sum(parts, [])) == items == runner.shard(items, "") and max(map(len, parts)) == 3
+    assert sorted(chain(*parts)) == items == runner.shard(items, "") and max(map(len, parts)) == 3
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "1", "x/2", "1/"])
