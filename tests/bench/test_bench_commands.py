@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -15,16 +15,19 @@ from small_run import CONFIG
 import mambacl.bench.against
 import mambacl.bench.busy
 import mambacl.bench.exports
+import mambacl.bench.methods
 import mambacl.bench.parts
 import mambacl.bench.relaxation
 import mambacl.bench.runs
 import mambacl.bench.settings
 from mambacl.bench import PARTS
 from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort, start_worker, step_seconds
+from mambacl.bench.passes import PASSES, Passes, passes_of
 from mambacl.bench.relaxation import FIXED, as_result
 from mambacl.bench.result import Result, publish
 from mambacl.bench.runs import compare_precisions
 from mambacl.cli import main
+from mambacl.methods import METHODS, Setup, Task
 
 CPU = torch.device("cpu")
 
@@ -35,7 +38,7 @@ def finite(result: Result, columns: Sequence[str]) -> None:
         assert all(isinstance(row[name], float) and math.isfinite(row[name]) for name in columns)
 
 
-COMMANDS = ("against", "settings", "precision", "exports", "busy", "relaxation")
+COMMANDS = ("against", "settings", "precision", "exports", "busy", "relaxation", "methods")
 
 
 def printed_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -88,6 +91,73 @@ def test_a_worker_that_fails_is_noticed() -> None:
 
 
 @pytest.mark.long
+def test_methods_are_measured_beside_their_backbone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "methods.json"
+    words = ["lae", "simplecil", "--device", "cpu", "--batch", "1", "--quick", "--json", str(path)]
+    assert main(["bench", "methods", *words]) == 0
+    made = json.loads(path.read_text())
+    rows = {(row["method"], row["what"]): row for row in made["rows"]}
+    assert list(rows) == [("lae", "step, head"), ("lae", "step, both"), ("lae", "test image"),
+                          ("simplecil", "test image")]  # fmt: skip
+    finite(Result("", made["rows"]), ["ms", "/_forward", "by_passes", "measured_/_by_passes"])
+    for row in rows.values():
+        assert row["backbone"] == "vit_nano" and row["measured_/_by_passes"] > 0
+        assert row["above_1.3"] == ("!" if row["measured_/_by_passes"] > 1.3 else "")
+    assert [row["passes"] for row in rows.values()] == ["1", "1, 1 with backward", "2", "1"]
+    assert rows["lae", "test image"]["by_passes"] == 2 and "lae" in capsys.readouterr().out
+    assert rows["lae", "step, head"]["by_passes"] == 1 < rows["lae", "step, both"]["by_passes"]
+
+
+@pytest.mark.slow
+def test_a_method_that_needs_a_mamba_is_measured_on_one(tmp_path: Path) -> None:
+    result = mambacl.bench.methods.measure(["mamba-cl"], "vit_nano", "cpu", 1, repeats=1, budget=0.0)
+    assert [(row["backbone"], row["what"]) for row in result.rows] == [
+        ("defocus_mamba_nano", "step"), ("defocus_mamba_nano", "test image"),
+    ]  # fmt: skip
+
+
+def passes_on_the_page(text: str) -> dict[str, tuple[int, int]]:
+    """The first two numbers of the column with passes, by method: per training step and per test image."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 5 and re.fullmatch(r"`[a-z0-9-]+`", cells[2]):
+            numbers = re.match(r"(?:two stages: 1 \(keys, norms\) or )?(\d)[^,]*?, (\d)", cells[4])
+            if numbers:
+                found[cells[2].strip("`")] = (int(numbers[1]), int(numbers[2]))
+    return found
+
+
+def test_declared_passes_are_those_of_the_page() -> None:
+    page = passes_on_the_page((Path(__file__).parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8"))
+    assert len(page) == 17
+    for name, (learning, answering) in page.items():
+        phases = [found for key, found in PASSES.items() if key.split()[0] == name] or [Passes()]
+        assert max(one.learning for one in phases) == learning, name
+        assert {one.answering for one in phases} >= {answering}, name
+
+
+@pytest.mark.parametrize("name", ["analytic", "frozen", "coda-prompt", "os-prompt"])
+def test_passes_are_counted_right(name: str, tiny_model_for: Callable[[str], torch.nn.Module]) -> None:
+    """The backbone's last norm sees every pass."""
+    model, images, labels = tiny_model_for(name), torch.randn(2, 3, 16, 16), torch.tensor([0, 1])
+    method = METHODS.get(name)(model, Setup(tasks=2, classes=4))
+    seen: list[bool] = []
+    norm = next(module for path, module in model.named_modules() if path == "norm" or path.endswith("norm_f"))
+    norm.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    method.start_task(Task(0, 2, 0, seed=0))
+    passes = passes_of(method)
+    if method.trains:
+        method.loss(images, labels)
+        assert len(seen) == passes.learning
+    seen.clear()
+    with torch.no_grad():
+        method.fit_classifier([(images, labels)]) if not method.trains else None
+        seen.clear()
+        method.answer(images)
+    assert len(seen) == passes.answering
+
+
 def test_settings_are_compared_after_a_task() -> None:
     result = mambacl.bench.settings.measure("cpu", 2, "float32", tasks=1, images=20, repeats=3, budget=0.01)
     assert [row["step"] for row in result.rows] == ["sequential", "public-code", "exact energy:0.99"]

@@ -15,6 +15,7 @@ from mambacl.cli.bench import (
     bench_against,
     bench_busy,
     bench_exports,
+    bench_methods,
     bench_precision,
     bench_relaxation,
     bench_settings,
@@ -45,7 +46,8 @@ from mambacl.training.seconds import count_from_process_start
 FUNCTIONS = (
     train, resume, watch, evaluate, predict, learn, rollback, compare, export, serve, push, pull, report, audit,
     pretrain, paper, plan, data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings,
-    bench_precision, bench_exports, bench_busy, bench_relaxation, models, methods, convert, doctor, completion,
+    bench_methods, bench_precision, bench_exports, bench_busy, bench_relaxation, models, methods,
+    convert, doctor, completion,
 )  # fmt: skip
 CONFIGS: dict[Any, type] = {pretrain: PretrainConfig}  # of commands with options other than a run's
 COMMANDS = {

@@ -1,5 +1,5 @@
 """The command bench, and the benchmarks with options: bench against, settings, precision, exports, busy,
-relaxation."""
+relaxation, methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Where = Annotated[Device, "auto, cpu, cuda or cuda:N"]
 Shapes = Annotated[tuple[str, ...], _shapes]
 Seeds = Annotated[int, "number of seeds", at_least(1)]
 Json = Annotated[Path | None, "also write the results to this file, with machine and date"]
-SEPARATE = ("against", "settings", "precision", "exports", "busy", "relaxation")
+SEPARATE = ("against", "settings", "precision", "exports", "busy", "relaxation", "methods")
 
 
 def bench(
@@ -133,6 +133,27 @@ def bench_busy(
     from mambacl.bench.result import publish
 
     publish(busy, json, long=long, others=others)
+
+
+def bench_methods(
+    *method: Annotated[str, "methods to measure; default: all"],
+    backbone: Annotated[
+        str, "backbone; a method that cannot work on it is measured on the other kind's nano"
+    ] = "vit_nano",
+    device: Where = "auto",
+    batch: Annotated[int | None, "images per step (default 100 on a GPU, 8 on the CPU)", at_least(1)] = None,
+    quick: Annotated[bool, "fewer repeats, to check that everything works"] = False,
+    json: Json = None,
+) -> None:
+    """time each method beside its frozen backbone: `mambacl bench methods l2p coda-prompt --device cpu`
+
+    A training step and a test image, as multiples of the backbone's forward, and how much of that the method's passes
+    through the backbone explain."""
+    from mambacl.bench.methods import measure
+    from mambacl.bench.result import publish
+
+    effort = {"repeats": 3, "budget": 0.1} if quick else {}
+    publish(measure, json, names=method, backbone=backbone, device=device, batch=batch, **effort)
 
 
 def bench_relaxation(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mambacl.errors import UserError
-from mambacl.options import at_least
+from mambacl.options import Must, at_least
 
 if TYPE_CHECKING:
     from mambacl.paper.runner import Job
@@ -17,6 +17,12 @@ OWN = {"method": "the design determines it", "name": "the benchmark determines i
        "stream.dataset": "the scale and --root determine it"}  # fmt: skip
 DEFAULT_SEEDS = {"paper": 3, "nano": 1}  # by scale; the paper has three
 SEEDS = ", ".join(f"{seeds} at the scale {scale}" for scale, seeds in DEFAULT_SEEDS.items())
+
+
+def is_part(text: str) -> bool:
+    """Whether this is a part "i/n" with i from 1 to n; empty for all."""
+    first, _, last = text.partition("/")
+    return not text or (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last))
 
 
 def _designs() -> str:
@@ -40,6 +46,17 @@ def paper(
         str, "only runs whose names, which --dry-run lists, contain one of these words, separated by commas"
     ] = "",
     dry_run: Annotated[bool, "only print the runs and their states"] = False,
+    finished: Annotated[
+        bool, "train nothing: write the table from the finished runs, also from another machine"
+    ] = False,
+    shard: Annotated[
+        str,
+        "I/N: train only every N-th run from the I-th on, and write no table, so that N processes share the runs",
+        Must("be I/N with I from 1 to N, e.g. 2/12", is_part),
+    ] = "",
+    keep: Annotated[
+        Literal["all", "results"], "what to keep of a finished run: everything, or no checkpoints, to save disk space"
+    ] = "all",
     **overrides: Any,
 ) -> None:
     """reproduce a table or figure of the paper: `mambacl paper ablation --scale nano`
@@ -60,22 +77,36 @@ def paper(
         keys = ", ".join(dict.fromkeys(run.key for run in plan))
         raise UserError(f"No run's name contains '{only}'. Known: {keys}.")
 
-    from mambacl.paper.rendering import render
-    from mambacl.paper.runner import jobs, records, run_jobs, say
+    from mambacl.paper.runner import jobs, records, say
 
     folder = out / scale
-    work = jobs(chosen, folder, root, overrides)
+    work = jobs(chosen, folder, root, overrides, anywhere=finished)
     if dry_run:
         return _list(work)
-    if scale == "paper" and root is None and not (overrides.get("stream") or {}).get("root"):
-        needed = ", ".join(f"DIR/{name}" for name in dict.fromkeys(run.benchmark.dataset for run in chosen))
-        raise UserError(f"Name the folder of the data: --root DIR, with {needed} (see `mambacl data prepare`).")
-    run_jobs(work)
-    if len(chosen) < len(plan):  # with --only, the table also shows the design's earlier runs
-        work = jobs([run for run in plan if (folder / run.key / "config.yaml").is_file()], folder, root, overrides)
+    if not finished:
+        _train(work, scale, root, overrides, shard, keep)
+    if shard:
+        return say("Without --shard, the same command writes the table.")
+    if finished or len(chosen) < len(plan):  # with --only, the table also shows the design's earlier runs
+        there = [run for run in plan if (folder / run.key / "config.yaml").is_file()]
+        work = jobs(there, folder, root, overrides, anywhere=finished)
+    from mambacl.paper.rendering import render  # late, because drawing needs further libraries
+
     text, path = render(design, records(work), folder, scale)
     print(text)
     say(f"Report: {path}")
+
+
+def _train(
+    work: Sequence[Job], scale: str, root: Path | None, overrides: Mapping[str, Any], shard: str, keep: str
+) -> None:
+    from mambacl.paper.runner import run_jobs
+
+    if scale == "paper" and root is None and not (overrides.get("stream") or {}).get("root"):
+        datasets = dict.fromkeys(job.planned.benchmark.dataset for job in work)
+        needed = ", ".join(f"DIR/{name}" for name in datasets)
+        raise UserError(f"Name the folder of the data: --root DIR, with {needed} (see `mambacl data prepare`).")
+    run_jobs(work, shard, keep == "all")
 
 
 def _list(work: Sequence[Job]) -> None:

@@ -18,6 +18,7 @@ from mambacl.backbones.flops import count_flops
 from mambacl.backbones.registry import MODELS
 from mambacl.methods import METHODS
 from mambacl.nullspace.settings import PAPER_KINDS
+from mambacl.paper import rivals
 from mambacl.paper.quoted import PaperTable, Quoted, Row, paper_table
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.runs import RunRecord
@@ -82,8 +83,9 @@ class Line:
             return "from the rows above"
         if self.row is None or self.row.source == "derived":
             return "paper only"
-        implemented = self.row.run is not None and self.row.run.get("method", "mamba-cl") in METHODS.names()
-        return "no run given" if implemented else "not in mambacl"
+        run, known = self.row.run, METHODS.names()
+        own = rivals.method_of(self.row.method) if run is None else run.get("method", "mamba-cl")
+        return "no run given" if own in known else "not in mambacl"
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ def compare_with_paper(
     rest = [run for run in finished if not any(matches(row, run) for row in table.rows)]
     for method in dict.fromkeys(run.method for run in rest):
         lines += _lines(method, None, [run for run in rest if run.method == method], table, names)
+    for line in lines:
+        words = dict.fromkeys(map(words_about, line.runs))
+        line.name += "".join(f" ({said})" for said in words if said)
     _derive(table, lines)
     benchmarks = dict.fromkeys((*table.columns, *(key[0] for line in lines for key in line.ours)))
     keys = tuple((benchmark, metric) for benchmark in benchmarks for metric in (*table.metrics, *table.own))
@@ -149,14 +154,26 @@ def matches(row: Row, run: RunRecord) -> bool:
     if run.imported:
         return _without_signs(run.method) == _without_signs(row.method)
     if row.run is None:
-        return False
+        return on_vit(run) and rivals.method_of(row.method) == run.method
     wanted = row.run
+    if on_vit(run):  # the paper's own rows are of Mamba backbones
+        return False
     return (
         wanted.get("method", run.method) == run.method
         and wanted.get("backbone", "") in run.backbone
         and ("pretrained" not in wanted or run.config.get("pretrained") is False)
         and ("projects" not in wanted or projections(run) == set(wanted["projects"]))
     )
+
+
+def on_vit(run: RunRecord) -> bool:
+    return run.backbone.startswith("vit")
+
+
+def words_about(run: RunRecord) -> str:
+    """What the reader must know about a run of ours, besides its method."""
+    options = run.config.get("options")
+    return rivals.words_about(run.method, run.backbone, options if isinstance(options, Mapping) else {})
 
 
 def projections(run: RunRecord) -> set[str] | None:

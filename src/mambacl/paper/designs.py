@@ -1,15 +1,18 @@
 """The paper's tables and figures as lists of runs: benchmark, method, seed and what varies. Pure data.
 
 `--scale paper` uses the presets of the paper's benchmarks. `--scale nano` is the same design with the packaged nano
-backbone, on CIFAR-100 or on the packaged Fashion-MNIST, with as many tasks as the classes allow.
+backbone, on CIFAR-100 or on the packaged Fashion-MNIST, with as many tasks as the classes allow; its main table also
+has the rows of `paper.rivals`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mambacl.errors import UserError
 from mambacl.nullspace.settings import PAPER_KINDS
+from mambacl.options import merge
+from mambacl.paper import rivals
 from mambacl.paper.quoted import paper_table
 from mambacl.registry import did_you_mean
 
@@ -36,6 +39,7 @@ SCALE_FACTORS = {"mamba": {"delta_scale_factor": 2.0, "rope_scale_factor": 4.0}}
 PRETRAINING = {"paper": ("ImageNet-21k", "ImageNet-1k"), "nano": ("Tiny-ImageNet", "random weights")}
 
 CIFAR, FASHION = "cifar100", "fashion-mnist-small"
+PRESETS = {CIFAR: "cifar100-10-nano", FASHION: "demo"}  # of the nano backbone, for our default
 NANO_CLASSES = {CIFAR: 100, FASHION: 10}
 NANO_BASES: dict[str, dict[str, Any]] = {
     CIFAR: {
@@ -161,6 +165,34 @@ def _methods(table: str, methods: Sequence[str]) -> Design:
     return lambda where: _runs(where, _columns(table), lambda _: [{"method": method} for method in methods])
 
 
+def _main(where: Where) -> list[PlannedRun]:
+    """At the scale nano, also the other rows, in ten tasks: at the scale of the paper they run by preset."""
+    own = _methods("main", BOTH)(where)
+    return own + ([_rival(rival, where, seed) for rival, seed in _rows(where)] if where.scale == "nano" else [])
+
+
+def _rows(where: Where) -> Iterator[tuple[rivals.Rival, int]]:
+    return ((rival, seed) for rival in rivals.rows() for seed in range(where.seeds))
+
+
+def _rival(rival: rivals.Rival, where: Where, seed: int, factor: float | None = None) -> PlannedRun:
+    (benchmark,) = benchmarks(["cifar100-10"], where)
+    assert isinstance(benchmark.base, Mapping)
+    own = rivals.options_of(rival, benchmark.base["training"], PRESETS[where.dataset], factor)
+    benchmark = replace(benchmark, base=merge(dict(benchmark.base), own))
+    on_vit = rival.backbone == rivals.VIT  # the others follow --backbone, as Mamba-CL does
+    words = [rival.backbone] * on_vit + ([] if factor is None else [f"times-{factor:g}"])
+    varied = {"backbone": rival.backbone} if on_vit else {}
+    return PlannedRun(benchmark, rival.method, seed, rival.backbone, "-".join(words), varied)
+
+
+def tuning(dataset: str = CIFAR) -> list[tuple[rivals.Rival, float, PlannedRun]]:
+    """The runs that choose the learning rates of the main table at the scale nano: each factor of each row."""
+    where = Where("nano", dataset, 1)
+    tried = [(rival, factor) for rival in rivals.rows() if rival.tuned for factor in rivals.FACTORS]
+    return [(rival, factor, _rival(rival, where, 0, factor)) for rival, factor in tried]
+
+
 def _ablation(where: Where) -> list[PlannedRun]:
     def vary(_: Benchmark) -> Iterator[Options]:
         for kinds in ABLATION:
@@ -242,6 +274,8 @@ def _curve(losses: bool) -> Design:
 
 
 NANO_WORDS = {
+    "main": f"rows on {rivals.VIT} have the published recipes with other passes, batches and factors of the learning "
+    "rates (docs/paper.md): not the published setting",
     "long-sequence": "each task has at least two classes, so CIFAR-100 has at most 50 tasks and Fashion-MNIST 5",
     "variants": "the nano sizes of the three backbones, at 32 pixels, from random weights instead of ImageNet-1k's",
     "scratch": f"{NANO} instead of defocus_mamba_tiny",
@@ -257,7 +291,7 @@ NANO_WORDS = {
 
 
 DESIGNS: dict[str, Design] = {
-    "main": _methods("main", BOTH),
+    "main": _main,
     "long-sequence": _methods("long-sequence", BOTH),
     "ablation": _ablation,
     "same-backbone": _methods("same-backbone", ("frozen", "seq-adapter", "ease", "mamba-cl")),

@@ -1,9 +1,11 @@
-"""Shows a comparison with the paper: as a table in every format, as a long CSV, and as a page."""
+"""Shows a comparison with the paper: as a table in every format, as a long CSV, as a page, and as JSON."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from mambacl.paper.comparison import Comparison, Key, Line
+from mambacl.paper.comparison import Comparison, Key, Line, benchmark_of, on_vit
 from mambacl.paper.quoted import Quoted, sources
 from mambacl.reports.groups import departures
 from mambacl.reports.rendering import csv_text, to_latex, to_markdown, to_text
@@ -96,6 +98,49 @@ def long_csv(comparison: Comparison) -> str:
     return csv_text(rows)
 
 
+def as_record(comparison: Comparison) -> dict[str, Any]:
+    """Every finished run with its numbers, and a table per benchmark in the form of `mambacl.bench.page`, which writes
+    it into a page."""
+    metrics = comparison.table.metrics
+    rows: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {}
+    for line in comparison.lines:
+        for benchmark in dict.fromkeys(key[0] for key in line.ours):
+            own = [run for run in line.runs if benchmark_of(run) == benchmark]
+            row: dict[str, Any] = {"what": line.name, "backbone": ", ".join(dict.fromkeys(run.backbone for run in own))}
+            for metric in metrics:
+                value, quoted = line.ours.get((benchmark, metric)), line.paper((benchmark, metric))
+                if value is not None:
+                    row[metric] = [round(part, 2) for part in (value.mean, value.std) if part is not None]
+                row[f"{metric}, published"] = quoted.text if quoted else ""
+            rows[f"{line.name}, {benchmark}"] = {**row, "seeds": line.seeds(benchmark)}
+            columns = ["backbone", *metrics, *(f"{metric}, published" for metric in metrics)]
+            tables.setdefault(benchmark, {"columns": columns, "rows": []})["rows"].append(f"{line.name}, {benchmark}")
+    return {
+        "unit": "per cent",
+        "notes": _notes(comparison),
+        "rows": rows,
+        "tables": tables,
+        "runs": {run.folder.name: _numbers(run) for line in comparison.lines for run in line.runs},
+    }
+
+
+def _numbers(run: RunRecord) -> dict[str, Any]:
+    """A run's numbers, and how it was trained. Its times hold for its machine and what else ran there."""
+    results, training = run.results, run.config.get("training", {})
+    copied = ("metrics", "seconds", "images_per_second", "peak_memory_bytes", "state_bytes", "precision", "versions")
+    recipe = ("passes", "batch_size", "optimizer", "schedule", "lr", "head_lr", "weight_decay")
+    return {
+        **{key: getattr(run, key) for key in ("method", "backbone", "seed")},
+        "benchmark": benchmark_of(run),
+        **{key: results[key] for key in copied if key in results},
+        "correct": results["correct"][-1],
+        "total": results["total"],
+        "training": {key: training[key] for key in recipe if key in training},
+        "options": run.config.get("options", {}),
+    }
+
+
 def paper_page(comparison: Comparison) -> str:
     table = as_table(comparison)
     return render(
@@ -110,9 +155,10 @@ def paper_page(comparison: Comparison) -> str:
 
 
 def write_paper_table(comparison: Comparison, target: Path) -> Path:
-    """Writes `paper-NAME.html`, and the table as `.md`, `.tex` and `.csv`. Returns the page's path."""
+    """Writes `paper-NAME.html`, the table as `.md`, `.tex` and `.csv`, all runs as `.json`. Returns the page's path."""
     table, stem = as_table(comparison), f"paper-{comparison.table.name}"
     files = {f"{stem}.md": to_markdown(table), f"{stem}.tex": to_latex(table), f"{stem}.csv": long_csv(comparison)}
+    files[f"{stem}.json"] = json.dumps(as_record(comparison), indent=1) + "\n"
     files[f"{stem}.html"] = paper_page(comparison)
     write_files(target, {name: text.encode() for name, text in files.items()})
     return target / f"{stem}.html"
@@ -127,7 +173,7 @@ def _notes(comparison: Comparison) -> list[str]:
     notes.append("ours: mean ± sample standard deviation over the seeds; difference: ours minus the paper's")
     notes += _source_notes(comparison)
     if any(line.state == "not in mambacl" for line in lines):
-        notes.append("not in mambacl: a method for another kind of backbone; only the paper's value is shown")
+        notes.append("not in mambacl: only the paper's value is shown")
     notes += _backbone_notes(comparison)
     notes += _training_notes(comparison)
     every = [run for line in lines for run in line.runs]
@@ -150,9 +196,14 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _backbone_notes(comparison: Comparison) -> list[str]:
     """Which of our runs have another backbone than the paper's, or start from random weights unlike the paper's."""
-    paper = comparison.table.backbone
-    others = _rows_by(comparison, lambda run: run.backbone if paper and run.backbone != paper else "")
-    notes = [f"{rows}: ours use {backbone}, the paper {paper}" for backbone, rows in others.items()]
+
+    def other(run: RunRecord) -> str:
+        paper = comparison.table.backbone
+        if on_vit(run):
+            return "" if run.backbone == "vit_base" else f"ours use {run.backbone}, the published ones a ViT-B/16"
+        return f"ours use {run.backbone}, the paper {paper}" if paper and run.backbone != paper else ""
+
+    notes = [f"{rows}: {words}" for words, rows in _rows_by(comparison, other).items()]
     random = [
         run.backbone
         for line in comparison.lines
@@ -165,7 +216,7 @@ def _backbone_notes(comparison: Comparison) -> list[str]:
 
 def _training_notes(comparison: Comparison) -> list[str]:
     """Which rows have runs of ours that were trained differently from the paper."""
-    ways = _rows_by(comparison, lambda run: ", ".join(departures(run)))
+    ways = _rows_by(comparison, lambda run: "" if on_vit(run) else ", ".join(departures(run)))
     return [f"{rows}: ours are trained differently from the paper: {way}" for way, rows in ways.items()]
 
 

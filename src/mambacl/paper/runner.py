@@ -4,8 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mambacl.backbones.vit import timm_module
 from mambacl.config import RunConfig, preset_names, resolve
 from mambacl.data import open_dataset
 from mambacl.errors import UserError
@@ -17,7 +18,10 @@ from mambacl.reports.runs import RunRecord, load_run
 from mambacl.training.api import train
 from mambacl.training.folder import RunFolder
 from mambacl.training.identity import differences
-from mambacl.training.loop import Loop
+from mambacl.training.loop import Loop, TrainingError
+
+T = TypeVar("T")
+BACKBONE = ("backbone", "backbone_options", "pretrained")
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,23 @@ class Job:
 
 
 def jobs(
-    plan: Sequence[PlannedRun], out: Path, root: Path | None = None, overrides: Mapping[str, Any] | None = None
+    plan: Sequence[PlannedRun],
+    out: Path,
+    root: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    anywhere: bool = False,
 ) -> list[Job]:
     """The configuration and state of each run, known before any work starts.
 
     `root` has a folder per data set at the scale paper, and is CIFAR-100's folder at the scale nano. `overrides`
-    override the benchmark's options; what a design varies overrides both.
+    override the benchmark's options; what a design varies overrides both. `anywhere`: also accepts runs whose data were
+    in another folder, as on another machine.
     """
     _check_presets(plan)
     made = []
     for run in plan:
         config = run_config(run, out, root, overrides or {})
-        made.append(Job(run, config, _state(config, root is not None)))
+        made.append(Job(run, config, _state(config, root is not None and not anywhere)))
     return made
 
 
@@ -57,6 +66,8 @@ def run_config(run: PlannedRun, out: Path, root: Path | None, overrides: Mapping
         own["stream"] = {"root": str(root / benchmark.dataset if isinstance(benchmark.base, str) else root)}
     fixed = {"name": benchmark.name, "method": run.method, "seed": run.seed, "out": str(out / run.key)}
     order = {"stream": {"order_seed": FIRST_ORDER + run.seed}}
+    if "backbone" in run.varied:  # options for another backbone do not fit it
+        overrides = {key: value for key, value in overrides.items() if key not in BACKBONE}
     for layer in (order, overrides, run.varied, fixed):
         own = merge(own, layer)
     config = resolve(benchmark.base, own)
@@ -102,24 +113,47 @@ def _state(config: RunConfig, has_root: bool) -> str:
     return "finished" if folder.finished() else "interrupted"
 
 
-def run_jobs(work: Sequence[Job]) -> None:
-    """Trains all runs that are not finished, in order. Finds mistakes before it trains the first."""
+def run_jobs(work: Sequence[Job], part: str = "", keep_checkpoints: bool = True) -> None:
+    """Trains all runs that are not finished, in order. Finds mistakes before it trains the first.
+
+    `part`: "i/n" trains only every n-th run from the i-th on, so that n processes share them. A run that fails does not
+    stop the others; at the end they are named. `keep_checkpoints`: whether finished runs keep theirs.
+    """
     for job in work:
         METHODS.get(job.config.method)
         if not job.open and job.state != "finished":
             raise UserError(f"{job.config.folder} holds {job.state}: choose another --out.")
-    todo = [job for job in work if job.open]
+    own = shard(work, part)
+    todo = [job for job in own if job.open]
+    if any(job.config.backbone.startswith("vit") for job in todo):
+        timm_module()  # says how to install it
     for dataset, root in dict.fromkeys((job.config.stream.dataset, job.config.stream.root) for job in todo):
         open_dataset(dataset, root)  # checks the data of all benchmarks before spending days on the first
-    say(f"Runs: {len(work)}, finished: {len(work) - len(todo)}.")
+    say(f"Runs: {len(own)}, finished: {len(own) - len(todo)}.")
+    failed: dict[str, Exception] = {}
     for number, job in enumerate(todo, start=1):
         verb = "continuing" if job.state == "interrupted" else "training"
         say(f"[{number}/{len(todo)}] {verb} {job.planned.key}")
         try:
             train(job.config, loop=LossLoop if job.planned.losses else Loop)
+            if not keep_checkpoints:
+                RunFolder(job.config.folder).clear_checkpoints()
         except KeyboardInterrupt:
             say("mambacl: repeat the command to continue.")
             raise
+        except Exception as error:
+            failed[job.planned.key] = error
+            if len(failed) == len(todo):  # none works, so this is no single run's fault
+                raise
+            say(f"{job.planned.key} failed: {error}")
+    if failed:
+        raise TrainingError(f"{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}; the others are finished.")
+
+
+def shard(items: Sequence[T], part: str) -> list[T]:
+    """Every n-th item from the i-th on, for the part "i/n"; all if it is empty."""
+    index, _, count = part.partition("/")
+    return list(items)[int(index) - 1 :: int(count)] if part else list(items)
 
 
 def records(work: Sequence[Job]) -> list[tuple[PlannedRun, RunRecord]]:

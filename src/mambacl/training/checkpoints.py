@@ -48,6 +48,8 @@ class Position:
     task_file: str | None = None
     """file with the method's state after finished tasks"""
     peak_memory: int = 0
+    state_bytes: int = 0
+    """size of what the method keeps, at the end of the latest task"""
 
 
 def save_backbone(folder: RunFolder, model: nn.Module) -> None:
@@ -103,10 +105,15 @@ class TaskState:
         return dataclasses.replace(self, tensors=tensors)
 
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in {id(t): t for t in self.tensors.values()}.values())
+        return nbytes(self.tensors)
 
     def write(self, folder: RunFolder) -> None:
         write_tensors(folder.checkpoints / self.name, self.tensors, self.text)
+
+
+def nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """The size of tensors; one that has several names counts once."""
+    return sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
 
 
 def contents(

@@ -123,6 +123,12 @@ class RunFolder:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 
+    def clear_checkpoints(self) -> None:
+        """Leaves only what reports and tables of a finished run read, which is small. Nothing can continue it then."""
+        self.clear_covariances()
+        for path in self.checkpoints.glob("*.safetensors"):
+            path.unlink()
+
     def clear_covariances(self) -> None:
         """Removes covariances that a killed process left on disk; the checkpoints have their own copy."""
         from mambacl.nullspace.memory import COVARIANCE_FOLDER  # late, because it imports PyTorch

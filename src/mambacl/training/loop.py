@@ -280,6 +280,7 @@ class Loop:
         tensors, text = self.method.task_state_dict(), self.method.task_text()
         state = TaskState(task_file(task), tensors, text) if tensors else None
         position.task_file = None if state is None else state.name
+        position.state_bytes = checkpoints.nbytes({**self.method.state_dict(), **tensors})
         position.task, position.epoch = task + 1, 0
         total = self.stream.test_counts()
         self._record("task", task=task, correct=row, total=total[: task + 1])
@@ -440,6 +441,7 @@ class Loop:
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
+            "state_bytes": position.state_bytes,
             **self._classifier_size(),
             "versions": versions(),
         }

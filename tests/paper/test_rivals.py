@@ -1,0 +1,229 @@
+"""The rows of the main table at the scale nano: each runs from the command line and stands beside the published row."""
+
+import json
+import shutil
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from data_help import fewer_test_images
+from test_examples import example
+
+from mambacl.bench.page import with_tables
+from mambacl.cli import main
+from mambacl.config import resolve
+from mambacl.errors import UserError
+from mambacl.paper import paper_table, rivals, runner
+from mambacl.paper.comparison import matches
+from mambacl.paper.designs import CIFAR, NANO_BASES, planned, tuning
+from mambacl.reports.runs import RunRecord
+from mambacl.training.loop import Loop, TrainingError
+
+TINY = [
+    "--device", "cpu", "--training.passes", "1", "--stream.train_per_class", "4",
+    "--stream.transforms.image_size", "16",
+]  # fmt: skip
+NANO = ["paper", "main", "--scale", "nano", *TINY]
+
+
+def rival(method: str, backbone: str = rivals.VIT) -> rivals.Rival:
+    return next(one for one in rivals.ROWS if (one.method, one.backbone) == (method, backbone))
+
+
+def test_every_published_row_has_a_method_name_and_no_row_stands_twice() -> None:
+    published = [row.method for row in paper_table("main").rows if row.source == "published"]
+    assert [one.row for one in rivals.ROWS if one.row] == published
+    assert set(Counter((one.method, one.backbone) for one in rivals.ROWS).values()) == {1}
+    assert set(Counter(one.method for one in rivals.ROWS if one.tuned).values()) == {1}  # rates are by method
+
+
+def test_methods_that_are_not_registered_have_no_runs() -> None:
+    planned_methods = {run.method for run in planned("main", "nano", CIFAR)}
+    known = {one.method for one in rivals.rows()}
+    assert planned_methods == known | {"mamba-cl", "sequential"} and {"l2p", "lgcl", "analytic"} <= known
+
+
+def test_the_paper_scale_has_no_rivals_and_the_nano_scale_has_each_in_ten_tasks() -> None:
+    assert {run.method for run in planned("main", "paper")} == {"mamba-cl", "sequential"}
+    runs = planned("main", "nano", CIFAR, seeds=3)
+    assert len({run.key for run in runs}) == len(runs) == 3 * (4 + len(rivals.rows()))
+    assert {run.benchmark.tasks for run in runs if run.method not in ("mamba-cl", "sequential")} == {10}
+
+
+def test_a_row_has_the_published_recipe_with_common_passes_and_batches_and_its_own_factor() -> None:
+    own = NANO_BASES[CIFAR]["training"]
+    for one in rivals.rows():
+        published = resolve("cifar100-10", {"method": one.method}).training
+        made = rivals.options_of(one, own, "cifar100-10-nano", factor=4.0)["training"]
+        assert (made["lr"], made["head_lr"]) == (4 * published.lr, 4 * published.head_lr)
+        assert (made["passes"], made["batch_size"]) == (10, 100 if one.backbone == rivals.VIT else 200)
+        assert (made["optimizer"], made["schedule"]) == (published.optimizer, published.schedule)
+    assert rivals.options_of(rival("vpt-nsp2"), own, "cifar100-10-nano", 1.0)["training"]["decay_after"] == [5, 8]
+    text = rivals.options_of(rival("lgcl"), own, "cifar100-10-nano")["options"]
+    assert text == {"task_weight": 0.323, "class_weight": 0.137, "stand_in": "random"}
+
+
+def test_our_default_has_the_options_of_the_data_sets_preset(tmp_path: Path) -> None:
+    preset = resolve("cifar100-10-nano", {})
+    for run in planned("main", "nano", CIFAR):
+        if run.method == "analytic":
+            config = runner.run_config(run, tmp_path, None, {})
+            assert (config.features, config.classifier_options) == (preset.features, preset.classifier_options)
+
+
+def test_chosen_factors_are_read_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rates.yaml"
+    monkeypatch.setattr(rivals, "RATES", path)
+    rivals.write_chosen({"l2p": 0.25, "lae": 1.0}, path)
+    rivals.write_chosen({"lae": 4.0}, path)  # the others stay
+    try:
+        assert rivals.chosen() == {"l2p": 0.25, "lae": 4.0}
+        run = next(run for run in planned("main", "nano", CIFAR) if run.method == "l2p")
+        assert runner.run_config(run, tmp_path, None, {}).training.lr == 0.001875 / 4
+    finally:
+        rivals.chosen.cache_clear()
+
+
+def test_every_tuned_method_tries_the_same_factors() -> None:
+    tried = tuning(CIFAR)
+    assert len({run.key for *_, run in tried}) == len(tried)
+    assert {one.method for one, *_ in tried} == {one.method for one in rivals.rows() if one.tuned}
+    assert set(Counter(factor for _, factor, _ in tried).values()) == {len(tried) // 3}
+
+
+def test_options_for_another_backbone_do_not_reach_a_vision_transformer(tmp_path: Path) -> None:
+    given = {"backbone": "defocus_mamba", "backbone_options": {"depth": 2}, "training": {"passes": 2}}
+    for run in planned("main", "nano", CIFAR):
+        config = runner.run_config(run, tmp_path, None, given)
+        assert config.backbone == (rivals.VIT if run.backbone == rivals.VIT else "defocus_mamba")
+        assert config.training.passes == 2
+
+
+def record(method: str, backbone: str) -> RunRecord:
+    return RunRecord(Path("run"), {"method": method, "backbone": backbone})
+
+
+def test_only_a_rival_on_a_vision_transformer_belongs_to_a_published_row() -> None:
+    rows = {row.method: row for row in paper_table("main").rows}
+    assert matches(rows["L2P"], record("l2p", "vit_nano")) and matches(
+        rows["PGP"], record("dualprompt-pgp", "vit_base")
+    )
+    assert not matches(rows["L2P"], record("l2p", "defocus_mamba_nano"))
+    assert not matches(rows["Mamba-Seq"], record("sequential", "vit_nano"))
+    assert matches(rows["Mamba-Seq"], record("sequential", "defocus_mamba_nano"))
+
+
+def test_shards_share_all_runs() -> None:
+    items = list(range(11))
+    parts = [runner.shard(items, f"{i}/4") for i in range(1, 5)]
+    assert sorted(chain(*parts)) == items == runner.shard(items, "") and max(map(len, parts)) == 3
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "1", "x/2", "1/"])
+def test_a_shard_that_is_none(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*NANO, "--shard", part]) == 2
+    assert "--shard must be I/N with I from 1 to N, e.g. 2/12" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_processes_share_the_runs_and_the_table_goes_into_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, names = tmp_path / "out", ["--only", "l2p-vit,simplecil"]
+    assert main([*NANO, *names, "--out", str(out), "--shard", "1/2", "--keep", "results"]) == 0
+    said = capsys.readouterr()
+    assert "Runs: 1, finished: 0." in said.err and "Without --shard" in said.err and "L2P" not in said.out
+    end = Loop._end_task
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "_end_task", lambda self, task: end(self, task) if task < 1 else _broken())
+        assert main([*NANO, *names, "--out", str(out), "--shard", "2/2"]) == 1
+    assert main([*NANO, *names, "--out", str(out), "--shard", "2/2", "--keep", "results"]) == 0
+    assert "continuing" in capsys.readouterr().err
+    folders = sorted(path for path in (out / "nano").iterdir() if path.is_dir())
+    assert [path.name.split("-")[4] for path in folders] == ["l2p", "simplecil"]
+    assert not list(out.rglob("*.safetensors"))
+
+    moved = tmp_path / "moved"  # as from another machine
+    shutil.copytree(out, moved)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "train", lambda *_, **__: pytest.fail("trained"))
+        assert main([*NANO, "--out", str(moved), "--finished"]) == 0
+    said = capsys.readouterr()
+    assert "83.83 ± 0.04" in said.out and "vit_nano, the published ones a ViT-B/16" in " ".join(said.out.split())
+    made = json.loads((moved / "nano" / "paper-main.json").read_text())
+    row = made["rows"]["L2P, fashion-mnist-small-5"]
+    results = json.loads((folders[0] / "results.json").read_text())
+    assert row["accuracy"] == [round(100 * results["metrics"]["final_accuracy_tasks"], 2)]
+    assert row["backbone"] == "vit_nano" and row["seeds"] == ["0"]
+    run = made["runs"][folders[0].name]
+    assert run["state_bytes"] == results["state_bytes"] > 0 and run["correct"] == results["correct"][-1]
+
+    (tmp_path / "rivals.json").write_text(json.dumps(made))
+    page = with_tables("<!-- table: rivals.json fashion-mnist-small-5 -->\n<!-- end -->", tmp_path)
+    assert f"| L2P | vit_nano | {row['accuracy'][0]:.1f} |" in page and "| simplecil | vit_nano |" in page
+    assert with_tables(page, tmp_path) == page
+
+
+def _broken() -> None:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.usefixtures("few_test_images")
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run for run in planned("main", "nano") if run.key.split("-")[4] in ("analytic", "simplecil")]
+    work = runner.jobs(runs, tmp_path)
+    seen = []
+
+    def train(config: Any, **_: Any) -> None:
+        seen.append(config.method)
+        if config.method == "simplecil":
+            raise TrainingError("broken")
+
+    monkeypatch.setattr(runner, "train", train)
+    with pytest.raises(TrainingError, match=r"1 of 3 runs failed: fashion-mnist-small-5-simplecil"):
+        runner.run_jobs(work)
+    assert len(seen) == 3
+    monkeypatch.setattr(runner, "train", lambda *_, **__: _unusable())
+    with pytest.raises(UserError, match="unusable"):  # none works: the mistake itself
+        runner.run_jobs(work)
+
+
+def _unusable() -> None:
+    raise UserError("unusable")
+
+
+@pytest.mark.slow
+def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = example("tune_rivals")
+    given = ["--out", str(tmp_path / "runs"), "--only", "frozen", "--set", "device=cpu", "stream.train_per_class=8",
+             "training.passes=1", "stream.transforms.image_size=16"]  # fmt: skip
+    for part in ("1/2", "2/2"):
+        tune.main([*given, "--shard", part])
+    merged = [*given, "--merge", "--json", str(tmp_path / "tuned.json"), "--rates", str(tmp_path / "rates.yaml")]
+    tune.main(merged)
+    row = json.loads((tmp_path / "tuned.json").read_text())["rows"]["frozen"]
+    tried = {factor: row[tune.column(factor)] for factor in rivals.FACTORS}
+    for factor, value in tried.items():
+        folder = tmp_path / "runs" / f"fashion-mnist-small-5-frozen-vit_nano-times-{factor:g}-0"
+        results = json.loads((folder / "results.json").read_text())
+        assert value == round(100 * results["metrics"]["final_accuracy_tasks"], 2)
+        assert yaml.safe_load((folder / "config.yaml").read_text())["stream"]["validation"] == 0.1
+    chosen = yaml.safe_load((tmp_path / "rates.yaml").read_text())
+    assert tried[chosen["frozen"]] == max(tried.values()) and row["chosen"] == f"{chosen['frozen']:g}"
+    assert "| `frozen` |" in with_tables("<!-- table: tuned.json rates -->\n<!-- end -->", tmp_path)
+
+
+@pytest.mark.long
+def test_every_row_runs_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fewer_test_images(2):
+        assert main([*NANO, "--out", str(tmp_path), "--keep", "results"]) == 0
+    made = json.loads((tmp_path / "nano" / "paper-main.json").read_text())
+    assert {run["method"] for run in made["runs"].values()} == {run.method for run in planned("main", "nano")}
+    text = capsys.readouterr().out
+    assert all(one.row in text and "no run given" not in text for one in rivals.rows())
+    lgcl = next(row for name, row in made["rows"].items() if name.startswith("LGCL"))
+    assert lgcl["what"] == f"LGCL ({rivals.STAND_IN})"
