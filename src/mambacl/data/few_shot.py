@@ -33,8 +33,8 @@ def with_sessions(dataset: DataSet, config: StreamConfig) -> DataSet:
 
 
 def sessions(order: Sequence[int], base: int | None, way: int) -> list[list[int]]:
-    """The base classes and then `way` classes at a time. Without `base`, as many full sessions as fit into two fifths of
-    the classes."""
+    """The base classes and then `way` classes at a time. Without `base`, as many full sessions as fit into two fifths
+    of the classes."""
     classes = len(order)
     base = classes - way * (2 * classes // (5 * way)) if base is None else base
     if not 1 <= base < classes or (classes - base) % way:
@@ -105,16 +105,14 @@ class Finder:
             raise UserError(f"{file} cannot be read ({error}): write one training image per line, in UTF-8.") from None
         if not lines:
             raise UserError(f"{file} is empty: write one training image per line, or remove it.")
-        indices = [self.index(line) for line in lines]
-        for line, found in zip(lines, indices, strict=True):
-            if found is None:
-                raise UserError(
-                    f"{file} names '{line}', which is not one training image: check stream.dataset and root."
-                )
-        found = np.array(indices, dtype=np.int64)
-        if len(np.unique(found)) < len(found):
+        found: list[int] = []
+        for line in lines:
+            if (index := self.index(line)) is None:
+                raise UserError(f"{file} names '{line}', which is not one training image: check stream.dataset, root.")
+            found.append(index)
+        if len(set(found)) < len(found):
             raise UserError(f"{file} names an image twice: remove one of the lines.")
-        return found
+        return np.array(found, dtype=np.int64)
 
     def index(self, line: str) -> int | None:
         """None if no image or more than one fits."""
