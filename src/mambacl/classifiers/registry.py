@@ -22,6 +22,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "class_statistics",
             "composition",
             "drift",
+            "etf",
             "factor",
             "gram",
             "kept",
