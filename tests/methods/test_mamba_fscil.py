@@ -116,7 +116,7 @@ def test_heads_take_the_vertices_in_turn() -> None:
     assert not list(heads.parameters())
     with pytest.raises(UserError, match="room for 7 classes, but 8 are to be learned"):
         heads.add_task(1)
-    with pytest.raises(UserError, match="simplex of 30 classes .* 20"):
+    with pytest.raises(UserError, match=r"simplex of 30 classes .* 20"):
         EtfHeads(20, total=30)
 
 

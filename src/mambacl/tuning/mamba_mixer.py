@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from mambacl import ops
 from mambacl.ops.precision import at_least_float32, full_precision
 
+State = tuple[Tensor, Tensor]
+"""the last inputs of the convolution (b, kernel - 1, d), and the hidden state (b, d, n): its size does not grow"""
+
 
 @dataclass(frozen=True)
 class Mixed:
@@ -25,6 +28,8 @@ class Mixed:
     B: Tensor
     """(b, l, n), as C"""
     C: Tensor
+    state: State
+    """after the last token, for `MambaMixer.step`"""
 
 
 class MambaMixer(nn.Module):
@@ -49,17 +54,18 @@ class MambaMixer(nn.Module):
             self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     def forward(self, tokens: Tensor) -> Mixed:
-        x, z = self.in_proj(tokens).chunk(2, dim=-1)
-        x = ops.causal_conv_silu(x, self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        u, z = self.in_proj(tokens).chunk(2, dim=-1)
+        x = ops.causal_conv_silu(u, self.conv1d.weight.squeeze(1), self.conv1d.bias)
         dt, B, C = self.x_proj(x).split([self.rank, self.states, self.states], dim=-1)
         with full_precision(x):
-            y, _ = ops.scan_low_rank(x, dt, self.dt_proj, self.A_log, B.unsqueeze(2), C.unsqueeze(2))
+            y, last = ops.scan_low_rank(x, dt, self.dt_proj, self.A_log, B.unsqueeze(2), C.unsqueeze(2))
             y = torch.addcmul(y, at_least_float32(self.D), at_least_float32(x)) * F.silu(at_least_float32(z))
-        return Mixed(self._out(y.to(tokens.dtype)), z, dt, B, C)
+        before = self.conv1d.weight.shape[-1] - 1
+        window = F.pad(u, (0, 0, max(0, before - u.shape[1]), 0))[:, -before:] if before else u[:, :0]
+        return Mixed(self._out(y.to(tokens.dtype)), z, dt, B, C, (window, last))
 
-    def step(self, token: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Mixed, tuple[Tensor, Tensor]]:
-        """The same for one token (b, c) after those before, which `state` has seen: the last inputs of the convolution
-        (b, kernel - 1, d) and the hidden state (b, d, n). Its size does not grow."""
+    def step(self, token: Tensor, state: State | None = None) -> Mixed:
+        """The same for one token (b, c) after those that the state has seen; without a state it is the first."""
         x, z = self.in_proj(token).chunk(2, dim=-1)
         kernel = self.conv1d.weight.shape[-1]
         if state is None:
@@ -70,7 +76,7 @@ class MambaMixer(nn.Module):
         delta = F.softplus(self.dt_proj(dt))
         h = torch.exp(delta[..., None] * -self.A_log.exp()) * state[1] + (delta * x)[..., None] * B[:, None]
         y = (torch.einsum("bdn,bn->bd", h, C) + self.D * x) * F.silu(z)
-        return Mixed(self._out(y), z, dt, B, C), (window[:, 1:], h)
+        return Mixed(self._out(y), z, dt, B, C, (window[:, 1:], h))
 
     def _out(self, y: Tensor) -> Tensor:
         return y if self.out_proj is None else self.out_proj(y)

@@ -1,6 +1,6 @@
 """Mamba-FSCIL's neck: a selective SSM over a feature map in four orders, and what its losses compare."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class NeckBranch(nn.Module):
         z, z_back, z_down, z_up = mixed.gate.chunk(4)
         gates = z + z_back.flip(2) + self.by_columns(z_down + z_up.flip(2))  # flips channels where tokens were meant
         count = len(maps)
-        first = Mixed(rows, z, mixed.dt[:count], mixed.B[:count], mixed.C[:count])
+        first = replace(mixed, output=rows, gate=z, dt=mixed.dt[:count], B=mixed.B[:count], C=mixed.C[:count])
         return Seen(pooled, gates.mT, first)
 
 
