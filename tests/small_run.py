@@ -41,7 +41,11 @@ VIT: dict[str, Any] = {  # in place of its backbone, for methods that change att
 }
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"lgcl": {"stand_in": "random"}, "esn": {"length": 4}}  # that methods need
+OPTIONS: dict[str, dict[str, Any]] = {  # that methods need, or that make them small
+    "lgcl": {"stand_in": "random"},
+    "esn": {"length": 4},
+    "mamba-fscil": {"states": 4, "rank": 3, "hidden": 16},
+}
 
 
 def backbone_for(method: str) -> dict[str, Any]:

@@ -219,3 +219,14 @@ def test_the_notebook(monkeypatch):
     assert names["results"].keys() == {"freely", "in the null space"} and len(shown[0]) == 2
     assert all(0 <= value <= 1 for accuracy in names["results"].values() for value in accuracy)
     plt.close("all")
+
+
+def test_a_learner_in_the_hidden_state_is_trained_and_tested_on_other_classes(capsys):
+    example("meta_stream").main(["--steps", "2", "--images", "8", "--width", "8"])
+    results = json.loads(capsys.readouterr().out)
+    assert set(results) == {
+        "synthetic, new streams", "fashion-mnist-small, new streams", "fashion-mnist-small, held-out classes"
+    }  # fmt: skip
+    for row in results.values():
+        assert set(row) == {"learner", "nearest mean", "nearest image", "chance"} and row["chance"] == 33.3
+        assert row["nearest mean"] > 60 and 0 <= row["learner"] <= 100

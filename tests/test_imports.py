@@ -16,6 +16,7 @@ ORDER = (
     "tuning",
     "classifiers",
     "methods",
+    "meta",
     "data",
     "training.recipe",  # options only, which the configuration holds
     "config",

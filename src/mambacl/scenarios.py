@@ -1,4 +1,4 @@
-"""The three scenarios of incremental learning: which classes the model chooses among, and when an answer is correct."""
+"""The scenarios of incremental learning: which classes the model chooses among, and when an answer is correct."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-Scenario = Literal["class", "task", "domain"]
+Scenario = Literal["class", "task", "domain", "few-shot"]
 
 SCENARIOS: dict[str, str] = {  # completes "the model ..."
     "class": "chooses among all classes seen",
     "task": "is told the task of each image and chooses among the classes of that task",
     "domain": "chooses among the classes, which all tasks share, without being told the domain of an image",
+    "few-shot": "chooses among all classes seen, and has seen few images of each class after the first task",
 }
+
+AMONG_ALL = ("class", "few-shot")
+"""in which the model chooses among all classes seen, and each class belongs to one task"""
 
 
 def right(logits: Tensor, labels: Tensor, scenario: Scenario, sizes: Sequence[int], task: int) -> Tensor:

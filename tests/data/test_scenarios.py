@@ -228,7 +228,7 @@ def test_data_without_usable_domains(labels: list[int], domains: list[int] | Non
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"scenario": "tasks"}, "one of class, task, domain, got 'tasks'"),
+        ({"scenario": "tasks"}, "one of class, task, domain, few-shot, got 'tasks'"),
         ({"scenario": "domain", "first_task": 2}, r"remove (stream\.)?first_task and sizes in (stream\.)?tasks"),
         ({"scenario": "domain", "tasks": [2, 8]}, r"remove (stream\.)?first_task and sizes in (stream\.)?tasks"),
     ],

@@ -32,7 +32,8 @@ def test_the_contract(name: str, tiny_model_for: Callable[[str], nn.Module]) -> 
         assert method.trains_in(task)
         method.start_task(Task(task, classes, first_label=2 * task, seed=task))
     roles = method.named_parameters()
-    assert set(roles) == {"backbone", "classifier", *method.rate_factors()} and len(roles["classifier"]) >= 2
+    assert set(roles) == {"backbone", "classifier", *method.rate_factors()}
+    assert len(roles["classifier"]) >= 2 or not list(method.heads.parameters())  # heads can be fixed
     loss, correct = method.loss(images, labels)
     loss.backward()
     assert 0 <= int(correct) <= 4

@@ -39,6 +39,7 @@ def test_every_metric_of_a_hand_made_matrix() -> None:
         "average_incremental_accuracy_tasks": pytest.approx((0.9 + 0.7 + 2.2 / 3) / 3),
         "learning_accuracy": pytest.approx((0.9 + 0.8 + 0.9) / 3),
         "backward_transfer": pytest.approx((-0.1 - 0.3) / 2),
+        "performance_drop": pytest.approx(0.9 - 0.75),
     }
 
 

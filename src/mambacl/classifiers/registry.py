@@ -23,6 +23,7 @@ CLASSIFIERS: Registry[type[Classifier]] = Registry(
             "composition",
             "distillation",
             "drift",
+            "etf",
             "exemplars",
             "factor",
             "gram",

@@ -85,15 +85,17 @@ def data_check(
     from mambacl.data import DATASETS, StreamConfig, check_dataset
     from mambacl.data.checking import Finding
     from mambacl.data.config import TEST_SHARE
+    from mambacl.data.few_shot import with_sessions
     from mambacl.data.preparing import not_public
 
     dataset = DATASETS.get(name)(None if root is None else expanded(root)).with_test_images(TEST_SHARE)
     given = {"first_task": first_task, "order": order, "order_seed": order_seed}
     config = _changed(StreamConfig(), tasks, root=root, scenario=scenario, **given)
-    named = config.own_tasks or tasks or config.by_domain
+    named = config.own_tasks or tasks or config.by_domain or config.few_shot
     if not named and any(value is not None for value in given.values()):
         raise UserError("--order, --order-seed and --first-task need tasks: add --tasks.")
-    classes_of, domains = _tasks(dataset, config) if named else (None, None)
+    in_sessions = with_sessions(dataset, config) if config.few_shot else dataset
+    classes_of, domains = _tasks(in_sessions, config) if named else (None, None)
     if domains is not None:
         dataset, classes_of = dataclasses.replace(dataset, tasks=None, domains=domains), None
     report = check_dataset(dataset, name, classes_of)
@@ -154,8 +156,7 @@ def _tasks(dataset: DataSet, config: StreamConfig) -> tuple[list[list[int]], Dom
     """The classes of each task, and the domains if these are the tasks."""
     from mambacl.data.tasks import tasks_or_domains
 
-    tasks: Any = "own" if config.own_tasks else config.tasks
-    return tasks_or_domains(dataset, config.scenario, tasks, config.order, config.order_seed, config.first_task)[1:]
+    return tasks_or_domains(dataset, config.scenario, *config.cut)[1:]
 
 
 def _named(word: str) -> tuple[str, StreamConfig]:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from mambacl.data.tasks import is_file
+from mambacl.data.tasks import Tasks, is_file
 from mambacl.files import expanded
 from mambacl.options import Must, OptionError, Options, at_least, options_of, suggestion
 from mambacl.scenarios import Scenario
@@ -79,9 +79,20 @@ class StreamConfig(Options):
     """use the tasks that the data set defines, as a manifest can, instead of `tasks`"""
     scenario: Scenario = "class"
     """class: the model chooses among all classes seen; task: it is told the task of each test image and chooses among
-    that task's classes; domain: each domain of the data set is a task, with the same classes"""
+    that task's classes; domain: each domain of the data set is a task, with the same classes; few-shot: after the first
+    task, each task brings `way` classes with `shot` images each"""
     first_task: int | None = None
-    """number of classes in the first task; the other tasks share the rest (nearly) equally"""
+    """number of classes in the first task; the other tasks share the rest (nearly) equally; few-shot: the base classes,
+    about three fifths if empty"""
+    way: Annotated[int, at_least(1)] = 5
+    """few-shot: classes in each task after the first"""
+    shot: Annotated[int, at_least(1)] = 5
+    """few-shot: training images of each of these classes"""
+    shot_seed: Annotated[int, at_least(0)] = 0
+    """few-shot: seed of the choice of these images"""
+    session_lists: str | None = None
+    """few-shot: folder with a protocol's own lists, session_2.txt and so on, one training image per line by number or
+    file name; these give classes and images, and session_1.txt, if there, those of the first task"""
     order: str | list[int] = "natural"
     """class order: natural, pilot, mamba-cl, coda-prompt, a list of all class numbers, or a file with one class per
     line; with domains, the order of the domains"""
@@ -104,6 +115,15 @@ class StreamConfig(Options):
     def check(self) -> None:
         if isinstance(self.order, str) and is_file(self.order):  # so that a run can be resumed from any folder
             object.__setattr__(self, "order", str(expanded(self.order).absolute()))
+        if self.session_lists is not None:
+            if not self.few_shot:
+                raise OptionError("{group}session_lists needs {group}scenario few-shot: set both.")
+            object.__setattr__(self, "session_lists", str(expanded(self.session_lists).absolute()))
+        if self.few_shot and (self.own_tasks or isinstance(self.tasks, list)):
+            raise OptionError(
+                "With {group}scenario few-shot, the tasks follow from {group}first_task and {group}way: remove "
+                "{group}own_tasks and sizes in {group}tasks."
+            )
         if self.by_domain and (self.first_task is not None or isinstance(self.tasks, list)):
             raise OptionError(
                 "With {group}scenario domain, each domain is a task with all classes: remove {group}first_task and "
@@ -113,3 +133,15 @@ class StreamConfig(Options):
     @property
     def by_domain(self) -> bool:
         return self.scenario == "domain"
+
+    @property
+    def few_shot(self) -> bool:
+        return self.scenario == "few-shot"
+
+    @property
+    def cut(self) -> tuple[Tasks, str | list[int], int | None, int | None]:
+        """What makes the tasks: their number or sizes, the order, its seed, the first task. Few-shot tasks are the data
+        set's own, because `open_data` has made them."""
+        if self.few_shot:
+            return "own", "natural", None, None
+        return "own" if self.own_tasks else self.tasks, self.order, self.order_seed, self.first_task

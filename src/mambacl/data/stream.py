@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.config import StreamConfig
 from mambacl.data.dataset import DataSet, indices_by_group
+from mambacl.data.few_shot import with_sessions
 from mambacl.data.image_cache import ImageCache
 from mambacl.data.images import Readable, WithPixels
 from mambacl.data.loaders import Batch, BatchedLoader, CpuLoader
@@ -216,7 +217,8 @@ def open_data(config: StreamConfig) -> DataSet:
         domains_in_order(dataset)  # raises for unusable domains before images are held back
     if config.validation is not None:
         dataset = dataset.with_validation(config.validation, config.by_domain)
-    return dataset.limited(config.train_per_class, config.by_domain)
+    dataset = dataset.limited(config.train_per_class, config.by_domain)
+    return with_sessions(dataset, config) if config.few_shot else dataset
 
 
 def open_stream(
@@ -231,16 +233,17 @@ def open_stream(
     """The configured stream; `image_size`, `mean`, `std` and `device` are the backbone's."""
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
+    tasks, order, order_seed, first_task = config.cut
     return Stream(
         open_data(config),
         Transforms(config.transforms, image_size, mean, std),
-        "own" if config.own_tasks else config.tasks,
-        config.order,
-        config.order_seed,
+        tasks,
+        order,
+        order_seed,
         seed,
         workers,
         device,
-        config.first_task,
+        first_task,
         config.validation,
         config.scenario,
     )

@@ -2,8 +2,8 @@
 
 They recognise a module by its parameters, not by its class, so they work for our backbones, `mamba_ssm` and
 `transformers`. De-focus Mamba is the exception, because its B and C are rotated. Hooks read the features: the input of
-the block (tokens), the input of x_proj (x), its output (delta, B and C) and the input of out_proj (out). The inputs of
-in_proj and of the convolution are computed from the tokens.
+the block (tokens), the input of x_proj (x), its output (delta, also unbiased: without dt_proj's bias; B and C) and the
+input of out_proj (out). The inputs of in_proj and of the convolution are computed from the tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,8 @@ def step_sizes(dt: Tensor, weight: Tensor, bias: Tensor | None, bias_times: int 
 
 def x_proj_parts(prefix: str, suffix: str, rank: int, states: int) -> list[Part]:
     """The parts of one direction of a Mamba-1 block. `suffix` distinguishes the directions in names and features."""
-    inputs = {name: name + suffix for name in ("x", "delta", "dt", "B", "C", "A", "scan")} if suffix else {}
+    own = ("x", "delta", "unbiased", "dt", "B", "C", "A", "scan")
+    inputs = {name: name + suffix for name in own} if suffix else {}
     x_proj = f"{prefix}x_proj{suffix}.weight"
     return [
         Part("W_delta", x_proj, ((0, rank),), inputs=inputs),
@@ -86,12 +87,12 @@ def mamba_block(
             dt, B, C = finish(dt, B, C)
         dt_proj: nn.Linear = getattr(module, f"dt_proj{suffix}")
 
-        def delta() -> Tensor:
-            unscaled = step_sizes(dt, dt_proj.weight, dt_proj.bias, bias_times)
+        def delta(bias: Tensor | None = dt_proj.bias) -> Tensor:
+            unscaled = step_sizes(dt, dt_proj.weight, bias, bias_times)
             return unscaled if scale == 1.0 else unscaled / scale
 
         A = getattr(module, f"A{suffix}_log")
-        found: Features = {"x": x, "delta": delta, "dt": dt, "B": B, "C": C, "A": A}
+        found: Features = {"x": x, "delta": delta, "unbiased": partial(delta, None), "dt": dt, "B": B, "C": C, "A": A}
         found = {**found, "scan": lambda: (x, delta(), A, B, C)}
         return {key + suffix: value for key, value in found.items()}
 
@@ -224,7 +225,7 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
     states = layers.A_logs.shape[1]
     parts = []
     for k in range(directions):
-        inputs = {key: f"{key}{k}" for key in ("delta", "dt", "B", "C", "A", "scan")}
+        inputs = {key: f"{key}{k}" for key in ("delta", "unbiased", "dt", "B", "C", "A", "scan")}
         x_proj = f"{prefix}x_proj_weight"
         parts += [
             Part("W_delta", x_proj, (k, (0, rank)), inputs=inputs),
@@ -262,15 +263,16 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
                 projected = F.linear(at_least_float32(x), at_least_float32(layers.x_proj_weight[k]))
                 dt, B, C = projected.split([rank, states, states], dim=-1)
 
-                def delta(k: int = k, dt: Tensor = dt) -> Tensor:
-                    return step_sizes(dt, layers.dt_projs_weight[k], layers.dt_projs_bias[k])
+                def delta(k: int = k, dt: Tensor = dt, biased: bool = True) -> Tensor:
+                    return step_sizes(dt, layers.dt_projs_weight[k], layers.dt_projs_bias[k] if biased else None)
 
                 A = layers.A_logs[k * width : (k + 1) * width]
 
                 def scan(k: int = k, delta: Any = delta, A: Tensor = A, B: Tensor = B, C: Tensor = C) -> Any:
                     return tuple(value if value is A else ordered(value, k) for value in (x, delta(), A, B, C))
 
-                found |= {f"delta{k}": delta, f"dt{k}": dt, f"B{k}": B, f"C{k}": C, f"A{k}": A, f"scan{k}": scan}
+                found |= {f"delta{k}": delta, f"unbiased{k}": partial(delta, biased=False), f"scan{k}": scan}
+                found |= {f"dt{k}": dt, f"B{k}": B, f"C{k}": C, f"A{k}": A}
             record(found)
             record({"out": tokens(arguments[0]), "output": tokens(output)})
 

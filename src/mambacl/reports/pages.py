@@ -14,6 +14,7 @@ from mambacl.reports.runs import RunRecord
 from mambacl.reports.significance import significance_table
 from mambacl.reports.tables import comparison_table, differences_table, metrics_table, progress_table
 from mambacl.reports.templating import Page, render
+from mambacl.scenarios import AMONG_ALL
 from mambacl.training.metrics import Metric, table_metrics
 
 Data = dict[str, Any]
@@ -111,7 +112,7 @@ def _by_class(record: RunRecord) -> Data:
         "between": None,
         **confusions.commonest(record, confusion),
     }
-    if record.scenario == "class" and done > 1:
+    if record.scenario in AMONG_ALL and done > 1:
         counts = confusion.between_tasks(record.tasks[:done])
         drawn, listed = confusions.task_confusion(counts), confusions.task_confusion_table(counts)
         data["between"] = chart("task-confusion", drawn, listed)

@@ -20,14 +20,12 @@ def thumbnails(record: RunRecord, wanted: Iterable[Place]) -> tuple[dict[Place, 
     """The pictures as addresses for an HTML page; or none, and the reason in one sentence."""
     from mambacl.data.dataset import indices_by_group
     from mambacl.data.stream import open_data
-    from mambacl.data.tasks import Tasks, tasks_or_domains
+    from mambacl.data.tasks import tasks_or_domains
 
     try:
         config = RunFolder(record.folder).config().stream
         dataset = open_data(config)
-        cut: Tasks = "own" if config.own_tasks else config.tasks
-        order = config.order, config.order_seed, config.first_task
-        _, tasks, domains = tasks_or_domains(dataset, config.scenario, cut, *order)
+        _, tasks, domains = tasks_or_domains(dataset, config.scenario, *config.cut)
         if domains is None:
             task_of = np.empty(len(dataset.class_names), dtype=np.int64)
             for t, classes in enumerate(tasks):

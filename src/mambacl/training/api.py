@@ -194,7 +194,7 @@ def _possible(scenario: Scenario | None, own: Scenario) -> Scenario:
     """The scenario to evaluate a run in."""
     if scenario is None:
         return own
-    possible = ("task", "domain") if own == "domain" else ("class", "task")
+    possible = {"domain": ("task", "domain"), "few-shot": ("few-shot", "task")}.get(own, ("class", "task"))
     if scenario not in possible:
         raise UserError(
             f"A run with the scenario {own} can be evaluated with the scenarios {' and '.join(possible)}, not "

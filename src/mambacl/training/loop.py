@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mambacl.log import logger
 from mambacl.methods import Method, Task
-from mambacl.scenarios import Scenario, chosen
+from mambacl.scenarios import AMONG_ALL, Scenario, chosen
 from mambacl.stored import StoredImages
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
@@ -295,7 +295,12 @@ class Loop:
     def _warn_if_hardly_chosen(self, task: int, found: int, images: int) -> None:
         """The scores of heads that train apart do not compare: those of earlier heads can be larger for every image."""
         classes = self.stream.first_label(task + 1)
-        if task == 0 or self.scenario != "class" or not self.method.classifier.trains or found * classes >= images:
+        if (
+            task == 0
+            or self.scenario not in AMONG_ALL
+            or not self.method.classifier.trains
+            or found * classes >= images
+        ):
             return
         earlier = "the checkpoint's classifier has" if task == self.method.known_tasks else "earlier ones have"
         logger.warning(

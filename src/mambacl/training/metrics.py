@@ -189,3 +189,13 @@ def backward_transfer(correct: Counts, total: Totals) -> float:
     R = accuracy_matrix(correct, total)
     last = len(R) - 1
     return mean([R[last][j] - R[j][j] for j in range(last)])
+
+
+@metric(
+    "performance drop", "sum correct[1] / sum total[1] - sum_j correct[T, j] / sum_j total[j]",
+    "accuracy over images after the first task minus that after the last",
+    "few-shot class-incremental learning: CEC, Mamba-FSCIL", better="min", needs="counts", shown="page",
+)  # fmt: skip
+def performance_drop(correct: Counts, total: Totals) -> float:
+    over = accuracy_over_images(correct, total)
+    return over[0] - over[-1]
