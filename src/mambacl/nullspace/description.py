@@ -48,7 +48,13 @@ def in_one_line(description: str) -> str:
 def _how(setting: Setting) -> str:
     """The main options, and those that differ from the defaults."""
     how = f"eta {setting.eta}, rank by {setting.rank}"
-    if setting.rank == "corner":
+    if setting.projector == "recursive":
+        how = f"recursive projectors of gradients, alpha down to {setting.alpha}"
+    elif setting.projector != "null-space":
+        how += f", projector {setting.projector}"
+    if setting.acts_on == "gradient" and setting.projector != "recursive":
+        how += ", gradients projected"
+    if setting.rank == "corner" and setting.projector == "null-space":
         how += f" (on real images it protects few directions, {EVERYDAY} more)"
     if setting.relax > 0:
         how += f", A relaxed by {setting.relax}"
