@@ -168,12 +168,14 @@ class NullSpace:
             self._wrapped.add(optimizer)
         return optimizer
 
-    @torch.no_grad()
     def _show(self, block: Block, features: Features) -> None:
-        """Notes what a forward pass of training feeds to parts with recursive projectors."""
-        for constraint, inputs in self._recursive.get(block.name, ()):
-            if inputs[0] in features:
-                constraint.seen = mean_rows(value(features, inputs[0]))
+        """Notes what a forward pass with gradients feeds to parts with recursive projectors."""
+        if not torch.is_grad_enabled():
+            return
+        with torch.no_grad():
+            for constraint, inputs in self._recursive.get(block.name, ()):
+                if inputs[0] in features:
+                    constraint.seen = mean_rows(value(features, inputs[0]))
 
     def update_energy(self, task: int | None = None) -> dict[str, Tensor]:
         """By part, (4,): squared norms, summed over the steps of a finished task or since the last consolidation, of
