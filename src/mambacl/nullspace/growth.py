@@ -52,7 +52,7 @@ def _grown_groups(
 
 def _subspaces(found: Decomposition, device: torch.device) -> list[Subspace]:
     size, holds_null = found.spectrum.shape[-1], found.holds_null_space.reshape(-1).tolist()
-    bases = found.basis.reshape(-1, size, found.basis.shape[-1]).to(device, torch.float64)
+    bases = found.basis.reshape(found.ranks.numel(), size, found.basis.shape[-1]).to(device, torch.float64)
     widths = torch.minimum(found.ranks, size - found.ranks).reshape(-1).tolist()
     return [Subspace(b[:, :w], retain) for b, w, retain in zip(bases, widths, holds_null, strict=True)]
 
