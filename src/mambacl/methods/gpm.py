@@ -38,7 +38,7 @@ class GPM(MambaCL):
     def setting(self) -> Setting:
         own = self.options
         return self.by_rule(
-            self.name, rank=f"energy:{own.share}", rank_step=self.step(), acts_on=own.acts_on,
+            "gpm", rank=f"energy:{own.share}", rank_step=self.step(), acts_on=own.acts_on,
             below_at_first=own.variant == "public-code",
         )  # fmt: skip
 
