@@ -28,7 +28,8 @@ def describe(setting: Setting, selection: Selection, named: Mapping[str, Tensor]
         if parts:
             size = sum(part.of(named[part.parameter]).numel() for part in parts)
             tuned += size if rule.trains else 0
-            what = "trained freely" if not rule.projected else f"protected by {rule.feature}"
+            by = "its leading directions" if setting.projector == "weights" else rule.feature
+            what = "trained freely" if not rule.projected else f"protected by {by}"
             lines.append(f"  {kind:8} {size:>12,} values in {len(parts)} parts, {what if rule.trains else 'fixed'}")
     if others:
         size = sum(named[name].numel() for name in others)

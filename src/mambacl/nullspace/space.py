@@ -179,7 +179,8 @@ class NullSpace:
 
     def update_energy(self, task: int | None = None) -> dict[str, Tensor]:
         """By part, (4,): squared norms, summed over the steps of a finished task or since the last consolidation, of
-        the optimizer's update, of its share in protected directions, of the applied update, and of its share."""
+        the optimizer's update, of its share in protected directions, of the applied update, and of its share. Where
+        gradients are projected, the same of gradients."""
         return self.projected_step.update_energy() if task is None else self.memory.update_energy[task]
 
     # The end of a task
