@@ -89,7 +89,7 @@ class TRGP(GPM):
         below, own = self.space.setting.below_at_first, self.scales.bases.setdefault(self.task, {})
         for name, layer in self.scales.layers.items():
             part = self.parts[f"{name}.weight"]
-            moment = now[part] - before[part] if part in before else now[part]
+            moment = (now[part] - before[part] if part in before else now[part]).to(self.device)
             space = grown(nothing(len(moment), moment), moment, share, below_at_first=below)
             own[name] = space.basis.to(layer.weight)
         return seconds

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from mambacl.nullspace.space import Consolidation, NullSpace
 
 __all__ = [
-    "ADAPTERS", "BLOCK_READERS", "KINDS", "PAPER_KINDS", "SETTINGS", "SYSTEMS", "Block", "Consolidation", "Decomposition",
-    "NullSpace", "Part", "Projector", "Protection", "Rule", "Setting", "ablation", "dense_projector", "null_rank",
-    "null_ranks",
+    "ADAPTERS", "BLOCK_READERS", "KINDS", "PAPER_KINDS", "SETTINGS", "SYSTEMS", "Block", "Consolidation",
+    "Decomposition", "NullSpace", "Part", "Projector", "Protection", "Rule", "Setting", "ablation", "dense_projector",
+    "null_rank", "null_ranks",
 ]  # fmt: skip
 
 __getattr__ = attributes(

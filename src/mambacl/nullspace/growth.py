@@ -15,7 +15,12 @@ from mambacl.nullspace.subspaces import Subspace, complement, descending, dual_g
 
 
 def grown_features(
-    memory: Memory, before: dict[Key, Decomposition], keys: Sequence[Key], setting: Setting, dtype: torch.dtype
+    memory: Memory,
+    before: Mapping[Key, Decomposition],
+    keys: Sequence[Key],
+    setting: Setting,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[Key, Decomposition]:
     """Grows the subspace of each feature. `before`: those of earlier tasks, which grow by the newest task; without
     them, all tasks are gone through in turn. With tasks that were not kept apart, their sum counts as one task."""
@@ -23,11 +28,11 @@ def grown_features(
     for key in keys:
         own, done = before.get(key), len(memory.statistics) - 1 if before else 0
         for number in range(done, len(memory.statistics)):
-            newest = memory.statistics[number].covariances[key]
+            newest = memory.statistics[number].covariances[key].to(device)
             task = number if setting.keep_tasks else memory.tasks - 1
             total = newest
             for earlier in memory.statistics[:number]:
-                total = total + earlier.covariances[key].to(total.device)
+                total = total + earlier.covariances[key].to(device)
             share = parse_rank(setting.rank_at(task))[1]
             assert share is not None
             own = _grown_groups(own, newest, total, share, setting.below_at_first, dtype)

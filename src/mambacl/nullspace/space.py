@@ -300,7 +300,8 @@ class NullSpace:
             return weight_directions(protections, named_parameters(self.model), rank, dtype)
         grows = len(memory.statistics) > 1 and not self.setting.keep_tasks  # otherwise all tasks are gone through
         keys = list(dict.fromkeys(p.key for p in protections))
-        return grown_features(memory, self._decompositions() if grows else {}, keys, self.setting, dtype)
+        before = self._decompositions() if grows else {}
+        return grown_features(memory, before, keys, self.setting, dtype, self._device())
 
     def _recursive_parts(self, projectors: Mapping[Key, Tensor] | None) -> dict[Key, RecursiveParts]:
         """By feature: recursive projectors that continue from those given, or else from the current ones."""
