@@ -6,6 +6,7 @@ from small_run import VIT
 
 from mambacl.backbones import create_model
 from mambacl.methods import METHODS, Setup, Task
+from mambacl.nullspace import SETTINGS
 from mambacl.nullspace.subspaces import grown, nothing
 
 EXACT = {
@@ -86,6 +87,14 @@ def test_variants_of_nscl(tiny_model):
     assert (paper.space.setting.scaling, paper.space.setting.accumulate) == ("none", "sum")
     assert (released.space.setting.scaling, released.space.setting.accumulate) == ("frobenius", "mean-input")
     assert METHODS.get("nscl")(tiny_model(), Setup(options={"factor": 30})).space.setting.rank == "multiple:30.0"
+
+
+def test_a_cuda_graph_cannot_replay_projected_gradients(tiny_model):
+    """The graph would repeat one step's gradients, alpha and projectors."""
+    recordable = {name: METHODS.get(name)(tiny_model(), Setup()).recordable for name in (*PROJECTED, "osf", "mamba-cl")}
+    assert [name for name, can in recordable.items() if can] == ["nscl", "osf", "mamba-cl"]
+    assert METHODS.get("gpm")(tiny_model(), Setup(options={"acts_on": "update"})).recordable
+    assert not METHODS.get("mamba-cl")(tiny_model(), Setup(SETTINGS["paper"].override(acts_on="gradient"))).recordable
 
 
 def test_alpha_of_owm_falls_over_the_steps_of_a_task(tiny_model):

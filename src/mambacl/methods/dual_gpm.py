@@ -2,7 +2,7 @@
 smaller of the subspace and its complement.
 
 The null space always stores the smaller one, so what differs from GPM is how the share of the energy rises: by a given
-amount over all tasks. The paper's adapters, which widen a layer when little is free, are not included.
+amount over all tasks. The paper's other half, which makes room where little is free, is not included.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,6 @@ class GPM(MambaCL):
     name = "gpm"
     summary = "all linear layers, gradients without the subspace of earlier inputs (GPM)"
     options_class: ClassVar[type] = GPMOptions
-    recordable: ClassVar[bool] = False  # gradients move from step to step
 
     def setting(self) -> Setting:
         own = self.options

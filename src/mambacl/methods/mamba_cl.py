@@ -34,6 +34,8 @@ class MambaCL(Method):
 
     def make_tuning(self) -> Tuning:
         self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder)
+        if self.space.setting.acts_on == "gradient":  # gradients, and recursive projectors, are new in each step
+            self.recordable = False  # type: ignore[misc]
         self.step_state: dict[str, Tensor] = {}
         """from a checkpoint: state of the projected step, loaded with the projectors"""
         return ModelParameters(self.model, self.space.trained_names())

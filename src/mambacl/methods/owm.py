@@ -33,7 +33,6 @@ class OWM(MambaCL):
     name = "owm"
     summary = "all linear layers, gradients times projectors that absorb each batch (OWM)"
     options_class: ClassVar[type] = OWMOptions
-    recordable: ClassVar[bool] = False  # projectors move from step to step
     steps = 0
 
     def setting(self) -> Setting:

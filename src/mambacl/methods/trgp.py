@@ -44,6 +44,7 @@ class TRGP(GPM):
     options_class: ClassVar[type] = TRGPOptions
     own_answer: ClassVar[bool] = True
     needs_task_state = True
+    recordable: ClassVar[bool] = False  # layers differ in whom they trust
 
     def make_tuning(self) -> Tuning:
         own = super().make_tuning()
