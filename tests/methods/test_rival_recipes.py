@@ -59,3 +59,27 @@ def test_recipes_of_low_rank_updates(preset, method, passes, lr, head_lr, optimi
     assert (recipe.passes, recipe.batch_size, recipe.weight_decay) == (passes, 128, 0)
     assert (recipe.lr, recipe.head_lr, recipe.optimizer, recipe.schedule) == (lr, head_lr, optimizer, schedule)
     assert config.options == options
+
+
+@pytest.mark.parametrize("preset", ["cifar100-10", "imagenet-r-10"])
+@pytest.mark.parametrize(
+    "method, passes, batch, optimizer, lr, head_lr",
+    [
+        ("gpm", 200, 64, "sgd", 1e-3, 1e-3),
+        ("dual-gpm", 200, 64, "sgd", 1e-3, 1e-3),
+        ("trgp", 200, 64, "sgd", 1e-3, 1e-3),
+        ("nscl", 80, 32, "adam", 5e-5, 1e-3),
+        ("owm", 25, 64, "sgd", 0.02, 0.02),
+        ("osf", 50, 200, "adamw", 5e-5, 1e-2),
+    ],
+)
+def test_recipes_of_projections(preset, method, passes, batch, optimizer, lr, head_lr):
+    recipe = resolve(preset, {"method": method}).training
+    assert (recipe.passes, recipe.batch_size, recipe.optimizer) == (passes, batch, optimizer)
+    assert (recipe.lr, recipe.head_lr) == (lr, head_lr)
+    assert recipe.clip == (10 if method == "owm" else 0) and recipe.weight_decay == (5e-5 if method == "nscl" else 0)
+    decays = {"nscl": ([30, 60], 0.5), "osf": ([25, 40], 0.1)}
+    if method in decays:
+        assert recipe.schedule == "multistep" and (recipe.decay_after, recipe.decay_rate) == decays[method]
+    else:
+        assert recipe.schedule == "constant"

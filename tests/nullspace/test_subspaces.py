@@ -128,3 +128,19 @@ def test_recorded_memories_of_gpm(growth, layer, goldens: Path):
         space = growth(space, moment, share, below_at_first=True)
         assert space.protected == int(recorded[f"task{task}.{layer}.rank"])
         torch.testing.assert_close(protected(space), recorded[f"task{task}.{layer}.projector"], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_recorded_memories_of_inflora(block, goldens: Path):
+    """DualGPM with energies of squared eigenvalues; each memory switches from remove to retain."""
+    recorded = load_file(goldens / "inflora_memory.safetensors")
+    space = nothing(32, torch.zeros(1))
+    for task in range(3):
+        own = f"task{task}.block{block}."
+        moment = squared(recorded[own + "input_covariance_after_training"])
+        share = float(recorded[f"task{task}.energy_threshold"])
+        space = dual_grown(space, moment, share, below_at_first=True, at_least=1)
+        assert space.retain == bool(recorded[own + "memory_is_retain"])
+        memory = space.basis @ space.basis.T
+        torch.testing.assert_close(memory, recorded[own + "memory_projector"], rtol=1e-7, atol=1e-9)
+    assert space.retain

@@ -72,6 +72,7 @@ class Task:
     classes: int
     first_label: int
     seed: int  # for the random numbers of this task
+    steps: int = 0  # of the optimizer; 0 if unknown
 
 
 @dataclass(frozen=True)

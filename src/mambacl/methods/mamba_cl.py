@@ -13,15 +13,29 @@ from mambacl.methods.base import CLASSIFIER, START, Method
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
 from mambacl.nullspace.description import in_one_line
+from mambacl.nullspace.settings import SYSTEMS, Setting
 from mambacl.tuning import ModelParameters, Tuning
+
+STORED = ("products", "spectrum", "storage", "covariances", "keep_tasks")  # fields of a setting about numbers
 
 
 class MambaCL(Method):
     name = "mamba-cl"
     summary = "fine-tuning in the null space of earlier tasks (the paper's method)"
 
+    def setting(self) -> Setting:
+        """How the null space is built and applied."""
+        return self.setup.setting
+
+    def by_rule(self, rule: str, **changes: Any) -> Setting:
+        """The setting of another system's rule. Precisions, and where covariances are stored, remain those of the
+        run."""
+        return SYSTEMS[rule].override(**{name: getattr(self.setup.setting, name) for name in STORED}, **changes)
+
     def make_tuning(self) -> Tuning:
-        self.space = NullSpace(self.model, self.setup.setting, folder=self.setup.folder)
+        self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder)
+        if self.space.setting.acts_on == "gradient":  # gradients, and recursive projectors, are new in each step
+            self.recordable = False  # type: ignore[misc]
         self.step_state: dict[str, Tensor] = {}
         """from a checkpoint: state of the projected step, loaded with the projectors"""
         return ModelParameters(self.model, self.space.trained_names())
@@ -53,6 +67,7 @@ class MambaCL(Method):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("space.")})
         self.step_state = {name.removeprefix("space."): t for name, t in state.items() if name.startswith("space.")}
+        self.space.projected_step.load_state_dict(self.step_state)  # in the first task, no projectors follow
 
     def task_state_dict(self) -> dict[str, Tensor]:
         return {**self.space.state_dict(), **super().task_state_dict()}

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from mambacl.nullspace.projectors import Decomposition, Projector, dense_projector
     from mambacl.nullspace.ranks import null_rank, null_ranks
     from mambacl.nullspace.selection import Protection
-    from mambacl.nullspace.settings import KINDS, PAPER_KINDS, SETTINGS, Rule, Setting, ablation
+    from mambacl.nullspace.settings import KINDS, PAPER_KINDS, SETTINGS, SYSTEMS, Rule, Setting, ablation
     from mambacl.nullspace.space import Consolidation, NullSpace
 
 __all__ = [
-    "ADAPTERS", "BLOCK_READERS", "KINDS", "PAPER_KINDS", "SETTINGS", "Block", "Consolidation", "Decomposition",
-    "NullSpace", "Part", "Projector", "Protection", "Rule", "Setting", "ablation", "dense_projector", "null_rank",
-    "null_ranks",
+    "ADAPTERS", "BLOCK_READERS", "KINDS", "PAPER_KINDS", "SETTINGS", "SYSTEMS", "Block", "Consolidation",
+    "Decomposition", "NullSpace", "Part", "Projector", "Protection", "Rule", "Setting", "ablation", "dense_projector",
+    "null_rank", "null_ranks",
 ]  # fmt: skip
 
 __getattr__ = attributes(
@@ -26,7 +26,7 @@ __getattr__ = attributes(
         **dict.fromkeys(("Decomposition", "Projector", "dense_projector"), "projectors"),
         **dict.fromkeys(("null_rank", "null_ranks"), "ranks"),
         "Protection": "selection",
-        **dict.fromkeys(("KINDS", "PAPER_KINDS", "SETTINGS", "Rule", "Setting", "ablation"), "settings"),
+        **dict.fromkeys(("KINDS", "PAPER_KINDS", "SETTINGS", "SYSTEMS", "Rule", "Setting", "ablation"), "settings"),
         **dict.fromkeys(("Consolidation", "NullSpace"), "space"),
     },
 )

@@ -30,12 +30,13 @@ class Part:
     groups: int = 1  # of a convolution
     inputs: Mapping[str, str] = field(default_factory=dict)
     """the block's names for x, delta, ... if it has several of each"""
+    mark: str = ""
+    """ends the name, where the same rows are protected twice"""
 
     @property
     def name(self) -> str:
-        if not self.index:
-            return self.parameter
-        return f"{self.parameter}[{','.join(f'{i}' if isinstance(i, int) else f'{i[0]}:{i[1]}' for i in self.index)}]"
+        rows = ",".join(f"{i}" if isinstance(i, int) else f"{i[0]}:{i[1]}" for i in self.index)
+        return f"{self.parameter}[{rows}]{self.mark}" if self.index else f"{self.parameter}{self.mark}"
 
     def of(self, parameter: Tensor) -> Tensor:
         """A view of the part in its parameter, or in any tensor of the same shape."""

@@ -58,12 +58,15 @@ GRAMS: dict[str, Gram] = {
 
 
 class Covariance(Accumulator):
-    """The uncentred covariance of a feature: the sum over all rows, or the sum of each batch's mean."""
+    """The uncentred covariance of a feature: the sum over all rows, the sum of each batch's mean, or of the Gram of
+    each batch's mean image."""
 
-    def __init__(self, feature: str, inputs: Sequence[str], batch_mean: bool) -> None:
+    def __init__(self, feature: str, inputs: Sequence[str], accumulate: str = "sum") -> None:
         super().__init__(inputs)
-        self.product, self.batch_mean = GRAMS[feature].product, batch_mean
+        self.product, self.accumulate = GRAMS[feature].product, accumulate
 
     def contribution(self, *features: Tensor) -> dict[str, Tensor]:
+        if self.accumulate == "mean-input":
+            features = tuple(feature.mean(0, keepdim=True) for feature in features)
         total, rows = self.product(*features)
-        return {"covariance": total.double() / (rows if self.batch_mean else 1)}
+        return {"covariance": total.double() / (rows if self.accumulate == "batch-mean" else 1)}

@@ -28,7 +28,8 @@ def describe(setting: Setting, selection: Selection, named: Mapping[str, Tensor]
         if parts:
             size = sum(part.of(named[part.parameter]).numel() for part in parts)
             tuned += size if rule.trains else 0
-            what = "trained freely" if not rule.projected else f"protected by {rule.feature}"
+            by = "its leading directions" if setting.projector == "weights" else rule.feature
+            what = "trained freely" if not rule.projected else f"protected by {by}"
             lines.append(f"  {kind:8} {size:>12,} values in {len(parts)} parts, {what if rule.trains else 'fixed'}")
     if others:
         size = sum(named[name].numel() for name in others)
@@ -48,7 +49,13 @@ def in_one_line(description: str) -> str:
 def _how(setting: Setting) -> str:
     """The main options, and those that differ from the defaults."""
     how = f"eta {setting.eta}, rank by {setting.rank}"
-    if setting.rank == "corner":
+    if setting.projector == "recursive":
+        how = f"recursive projectors of gradients, alpha down to {setting.alpha}"
+    elif setting.projector != "null-space":
+        how += f", projector {setting.projector}"
+    if setting.acts_on == "gradient" and setting.projector != "recursive":
+        how += ", gradients projected"
+    if setting.rank == "corner" and setting.projector == "null-space":
         how += f" (on real images it protects few directions, {EVERYDAY} more)"
     if setting.relax > 0:
         how += f", A relaxed by {setting.relax}"

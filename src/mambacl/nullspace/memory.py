@@ -19,6 +19,7 @@ from mambacl.nullspace.selection import Protection
 
 COVARIANCE_FOLDER = "covariances-"  # prefix of its name
 ENDS = ("lower", "upper")
+FROM_COVARIANCES = ("null-space", "gpm")  # projectors of settings
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Memory:
     update_energy: list[dict[str, Tensor]] = field(default_factory=list)
     """by task, then by part: see `ProjectedStep.update_energy`"""
     decompositions: dict[Key, Decomposition] | None = None  # None: not decomposed yet
+    projectors: dict[Key, Tensor] | None = None  # recursive ones; None: those of the current step
 
     def covariance(self, key: Key) -> Tensor:
         """The sum over all tasks."""
@@ -101,12 +103,16 @@ def to_tensors(memory: Memory, protections: Sequence[Protection], keep_tasks: bo
     for protection in protections:
         name = protection.name
         for number, one in enumerate(memory.statistics):
+            found: dict[str, Tensor] = {}
             if protection.elementwise:
                 found = {end: getattr(one.boxes[name], end) for end in ENDS}
-            else:
+            elif protection.projector in FROM_COVARIANCES:
                 found = {"covariance": one.covariances[protection.key]}
             tensors |= {f"{name}.{word}{_suffix(number, keep_tasks)}": t for word, t in found.items()}
-        if not protection.elementwise:
+        if protection.projector == "recursive":
+            assert memory.projectors is not None
+            tensors[f"{name}.projector"] = memory.projectors[protection.key]
+        elif not protection.elementwise:
             assert memory.decompositions is not None
             own = memory.decompositions[protection.key]
             for word, tensor in (("spectrum", own.spectrum), ("basis", own.basis), ("rank", own.ranks)):
@@ -126,21 +132,25 @@ def from_tensors(
     _check(tensors, {p.name: _shapes(p, named[p.part.parameter], suffixes, tasks) for p in protections})
     statistics = [TaskStatistics() for _ in suffixes]
     decompositions: dict[Key, Decomposition] = {}
+    projectors: dict[Key, Tensor] = {}
     for p in protections:
         own = {word: tensors[f"{p.name}.{word}"] for word in _shapes(p, named[p.part.parameter], suffixes, tasks)}
         for one, suffix in zip(statistics, suffixes, strict=True):
             if p.elementwise:
                 device = named[p.part.parameter].device
                 one.boxes[p.name] = Box(*(own[f"{end}{suffix}"].to(device) for end in ENDS))
+            if p.elementwise or p.projector not in FROM_COVARIANCES:
                 continue
             covariance = own[f"covariance{suffix}"]
             known = one.covariances.setdefault(p.key, covariance)
             if known is not covariance and not torch.equal(known.cpu(), covariance.cpu()):
                 raise UserError(f"This null-space state was saved with another setting: {p.name} had another feature.")
-        if not p.elementwise:
+        if p.projector == "recursive":
+            projectors[p.key] = own["projector"].clone()
+        elif not p.elementwise:
             decompositions[p.key] = Decomposition(own["spectrum"].cpu(), own["rank"].cpu(), own["basis"])
     energy = [{p.name: tensors[f"{p.name}.moved"][task].cpu() for p in protections} for task in range(tasks)]
-    return Memory(tasks, statistics, energy, decompositions)
+    return Memory(tasks, statistics, energy, decompositions, projectors)
 
 
 def _suffix(task: int, keep_tasks: bool) -> str:
@@ -157,7 +167,10 @@ def _shapes(
         return {**{f"{end}{suffix}": shape for end in ENDS for suffix in suffixes}, **energy}
     groups, _, size = part.matrix(parameter).shape
     lead = (groups,) if groups > 1 else ()
-    covariances = {f"covariance{suffix}": (*lead, size, size) for suffix in suffixes}
+    if protection.projector == "recursive":
+        return {"projector": (groups, size, size), **energy}
+    kept = suffixes if protection.projector in FROM_COVARIANCES else []
+    covariances = {f"covariance{suffix}": (*lead, size, size) for suffix in kept}
     return {**covariances, "spectrum": (*lead, size), "rank": lead, "basis": (*lead, size, None), **energy}
 
 

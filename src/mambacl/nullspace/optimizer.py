@@ -3,6 +3,7 @@
 The optimizer computes its step as usual. Two PyTorch hooks take a snapshot of the restricted parameters before the step
 and replace their change by the projected one after it. Moments, fused kernels and weight decay remain the optimizer's.
 Copies of a parameter in the optimizer's state, such as z of schedule-free optimizers, are treated like the parameter.
+Where the setting projects gradients, this happens in the first hook, before the optimizer sees them.
 """
 
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def register_projection(
         return {name: optimizer.state.get(p, {}).get(word, p) for name, p in moving.items()}
 
     def before_step(*_: Any) -> None:
+        current().project_gradients(trained())
         taken[""] = current().snapshot(trained())
         for word in COPIES if keeps_copies else ():
             taken[word] = current().snapshot(copies(word))

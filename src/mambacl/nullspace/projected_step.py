@@ -5,7 +5,8 @@
     before.restrict(parameters)                     # each change is restricted, in place
 
 Parts of parameters are restricted in one of three ways: `FixedParts` are reset, `ClampedParts` stay in their boxes, and
-the change of `ProjectedParts` is multiplied by a projector. Parts of equal shape are stacked and projected by one
+the change of `ProjectedParts` (or of `recursive.RecursiveParts`) is multiplied by a projector. `project_gradients` does
+this to the gradients instead, if the setting says so. Parts of equal shape are stacked and projected by one
 batched product; `projectors.project_part` is the plain twin. On a GPU, the kernels of `projected_step_kernels` do the
 same in fewer passes.
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.projectors import Decomposition
+from mambacl.nullspace.recursive import Clock, RecursiveParts
 from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel
 
@@ -30,7 +32,7 @@ from mambacl.ops.switch import takes_kernel
 ALIGNED = 16
 PADDING = 2.0  # a stack's widest basis has at most this many times the columns of its narrowest
 MOST_ADDRESSES = 16  # cached per `PartViews`: optimizers can keep copies of their parameters
-CARRIED = "carried."
+CARRIED, PROJECTOR, CLOCK = "carried.", "projector.", "clock"  # names in the state of a step
 Tensors = Mapping[str, Tensor]  # parameters by name
 Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # addresses, dtypes and strides
 
@@ -38,8 +40,13 @@ Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # addresses, d
 class ProjectedStep:
     """The restrictions on a model's updates between two consolidations."""
 
-    def __init__(self, constraints: "Sequence[FixedParts | ClampedParts | ProjectedParts]" = ()) -> None:
+    def __init__(self, constraints: "Sequence[Constraint]" = (), acts_on: str = "update") -> None:
+        """`acts_on`: what projectors multiply, the update or the gradient; whatever is fixed or in a box restricts the
+        update."""
         self.constraints = list(constraints)
+        kinds = (ProjectedParts, RecursiveParts) if acts_on == "gradient" else RecursiveParts
+        self._on_gradients = [constraint for constraint in self.constraints if isinstance(constraint, kinds)]
+        self.clock = Clock()
         self.carried: dict[str, Tensor] = {}  # energy of this task's updates before a merge or `forget`
         self._counted = {
             part.name: (constraint, number)
@@ -52,7 +59,7 @@ class ProjectedStep:
     def snapshot(self, tensors: Tensors) -> "Snapshot":
         """Copies the current values of the restricted parts in `tensors`; other parts are skipped."""
         found = []
-        for constraint in self.constraints:
+        for constraint in (constraint for constraint in self.constraints if constraint not in self._on_gradients):
             present = [i for i, part in enumerate(constraint.parts) if part.parameter in tensors]
             if present:
                 found.append((constraint, present, constraint.copy(tensors, present)))
@@ -61,6 +68,25 @@ class ProjectedStep:
     def project(self, before: Tensors, after: Tensors, *, counted: bool = True) -> None:
         """Replaces the change from `before` to `after`, in place, by the allowed part of it."""
         self.snapshot(before).restrict(after, counted=counted)
+
+    @torch.no_grad()
+    def project_gradients(self, parameters: Tensors) -> None:
+        """Replaces gradients, in place, by what is allowed of them, if that is what is projected."""
+        if not self._on_gradients:
+            return
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for constraint in self._on_gradients:
+            present = [i for i, part in enumerate(constraint.parts) if part.parameter in found]
+            if present:
+                before: Any = constraint.copy(found, present)
+                for tensor in before:
+                    tensor.zero_()
+                constraint.restrict(found, present, before, True)
+        self.clock.tick()
+
+    def recursive(self) -> "dict[str, RecursiveParts]":
+        """The parts with a projector that changes with each step, by the name of the first."""
+        return {c.parts[0].name: c for c in self.constraints if isinstance(c, RecursiveParts)}
 
     def decomposition(self, part: str) -> Decomposition:
         constraint, number = self._counted[part]
@@ -86,9 +112,13 @@ class ProjectedStep:
         return sum({id(c.bases): c.bases.basis.nbytes for c in projected}.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The energies so far, which change with each step."""
-        energies = {name: constraint.energy[number] for name, (constraint, number) in self._counted.items()}
-        return {**energies, **{f"{CARRIED}{name}": row for name, row in self.carried.items()}}
+        """What changes with each step: the energies so far and recursive projectors."""
+        state = {name: constraint.energy[number] for name, (constraint, number) in self._counted.items()}
+        state |= {f"{CARRIED}{name}": row for name, row in self.carried.items()}
+        if recursive := self.recursive():
+            state |= {f"{PROJECTOR}{name}": constraint.projector for name, constraint in recursive.items()}
+            state[CLOCK] = self.clock.state
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.carried = {n.removeprefix(CARRIED): row.cpu() for n, row in state.items() if n.startswith(CARRIED)}
@@ -101,7 +131,7 @@ class ProjectedStep:
 class Snapshot:
     """Restricted parts before a step: for each constraint, the indices of its parts and their values."""
 
-    found: "Sequence[tuple[FixedParts | ClampedParts | ProjectedParts, list[int], Any]]"
+    found: "Sequence[tuple[Constraint, list[int], Any]]"
 
     @torch.no_grad()
     def restrict(self, tensors: Tensors, *, counted: bool = True) -> None:
@@ -290,6 +320,9 @@ class StackedBases:
         width = int(torch.minimum(ranks, spectrum.shape[-1] - ranks).max())
         basis = self.basis[place, :, :, :width]
         return Decomposition(spectrum, ranks, basis if ranks.dim() else basis[0])
+
+
+Constraint = FixedParts | ClampedParts | ProjectedParts | RecursiveParts
 
 
 def projected_parts(

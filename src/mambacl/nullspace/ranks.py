@@ -29,6 +29,7 @@ def null_rank(spectrum: Tensor | Spectrum, rule: str = "corner") -> int:
     - "energy:0.99": all but the leading directions that hold this share of the trace
     - "fraction:0.5": this share of the directions
     - "tolerance:1e-12": directions whose eigenvalue is at most this share of the largest, i.e. zero up to rounding
+    - "multiple:10": directions whose eigenvalue is at most this many times the smallest, or zero up to rounding (NSCL)
 
     In a spectrum of zeros all directions are null, except with "fraction".
     """
@@ -115,12 +116,18 @@ def tolerance(spectrum: Spectrum, share: float) -> int:
     return int((spectrum <= share * spectrum[0]).sum())
 
 
+def multiple(spectrum: Spectrum, factor: float) -> int:
+    zero = len(spectrum) * np.finfo(np.float64).eps * spectrum[0]
+    return int((spectrum <= factor * max(spectrum[-1], zero)).sum())
+
+
 RULES: dict[str, Callable[..., int]] = {
     "corner": corner,
     "smoothed-corner": smoothed_corner,
     "energy": energy,
     "fraction": fraction,
     "tolerance": tolerance,
+    "multiple": multiple,
 }
 
 

@@ -8,13 +8,14 @@ from torch import nn
 
 from mambacl.errors import UserError
 from mambacl.nullspace.block_readers import find_blocks
-from mambacl.nullspace.blocks import Block, Part, named_modules, named_parameters
+from mambacl.nullspace.blocks import Block, Part, Side, named_modules, named_parameters
 from mambacl.nullspace.covariance import GRAMS
 from mambacl.nullspace.projectors import Key
 from mambacl.nullspace.settings import Setting
 from mambacl.registry import did_you_mean
 
 ELEMENTWISE = "delta-elementwise"
+SIDES: tuple[Side, ...] = ("right", "left")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Protection:
     part: Part
     feature: str  # its name in settings
     inputs: tuple[str, ...]  # the block's names for the inputs of the feature
+    projector: str = "null-space"  # the setting's
 
     @property
     def name(self) -> str:
@@ -33,6 +35,8 @@ class Protection:
     @property
     def label(self) -> str:
         """The feature, with the block's names for its inputs if they are not the usual ones."""
+        if self.projector == "weights":
+            return self.name
         usual = ("delta",) if self.elementwise else GRAMS[self.feature].inputs
         return self.feature if self.inputs == usual else f"{self.feature}({', '.join(self.inputs)})"
 
@@ -78,11 +82,12 @@ class Selection:
             ]
         rules = {part.kind: setting.rule(part.kind) for _, part in self.parts()}
         self.fixed = [part for _, part in self.parts() if not rules[part.kind].trains]
-        self.protections = [
-            _protection(block, part, rules[part.kind].feature)
-            for block, part in self.parts()
-            if rules[part.kind].trains and rules[part.kind].projected
-        ]
+        projector = setting.projector
+        protected = [(b, p) for b, p in self.parts() if rules[p.kind].trains and rules[p.kind].projected]
+        if projector == "weights":
+            self.protections = self._of_weights(protected)
+        else:
+            self.protections = [_protection(b, part, rules[part.kind].feature, projector) for b, part in protected]
         trained = {part.parameter for _, part in self.parts() if rules[part.kind].trains}
         if setting.others != "fixed":
             trained |= set(self.others)
@@ -108,14 +113,34 @@ class Selection:
             )
         return found
 
+    def _of_weights(self, protected: Sequence[tuple[Block, Part]]) -> list[Protection]:
+        """Both sides of each matrix that has protected rows."""
+        found: dict[str, Protection] = {}
+        for block, part in protected:
+            index = part.index[:1] if len(self.shapes[part.parameter]) == 3 and part.kind != "conv" else ()
+            for side in SIDES:
+                both = Part("weight", part.parameter, index, side, mark=".outputs" if side == "left" else "")
+                if part.kind == "conv":
+                    raise UserError("projector weights does not protect convolutions: set conv.trains to false.")
+                found.setdefault(both.name, Protection(block.name, both, "weight", (), "weights"))
+        return list(found.values())
+
     def parts(self) -> Iterator[tuple[Block, Part]]:
         for block in self.blocks:
             for part in block.parts:
                 yield block, part
 
     def projected(self) -> Iterator[Protection]:
-        """The protections with a projector."""
-        return (protection for protection in self.protections if not protection.elementwise)
+        """The protections with a projector that a decomposition gives."""
+        return (p for p in self.protections if not p.elementwise and p.projector != "recursive")
+
+    def recursive(self) -> dict[Key, list[Part]]:
+        """By feature, the parts with a projector that changes during training."""
+        found: dict[Key, list[Part]] = {}
+        for p in self.protections:
+            if p.projector == "recursive":
+                found.setdefault(p.key, []).append(p.part)
+        return found
 
     def leaves(self, name: str) -> bool:
         """Whether a module or parameter is in `leave`."""
@@ -126,6 +151,6 @@ class Selection:
         return name not in self.shapes and not self.leaves(name)
 
 
-def _protection(block: Block, part: Part, feature: str) -> Protection:
+def _protection(block: Block, part: Part, feature: str, projector: str) -> Protection:
     names = ("delta",) if feature == ELEMENTWISE else GRAMS[feature].inputs
-    return Protection(block.name, part, feature, tuple(part.inputs.get(name, name) for name in names))
+    return Protection(block.name, part, feature, tuple(part.inputs.get(name, name) for name in names), projector)

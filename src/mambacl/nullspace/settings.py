@@ -31,15 +31,15 @@ MEANT_FOR = {"A": ("delta", "delta-elementwise"), "W_dt": ("dt",), "linear": ("i
 FOR_X = ("x", "delta", "delta-x", "delta-x-per-image", "out")
 
 
-RANK_RULES = ("corner", "smoothed-corner", "energy", "fraction", "tolerance")
-WITH_SHARE = ("energy", "fraction", "tolerance")
+RANK_RULES = ("corner", "smoothed-corner", "energy", "fraction", "tolerance", "multiple")
+WITH_SHARE = ("energy", "fraction", "tolerance", "multiple")
 
 
 def parse_rank(rule: str) -> tuple[str, float | None]:
     """The name and the share of a rank rule, such as "corner" or "energy:0.99". `nullspace.ranks` has the formulas."""
     name, _, share = rule.partition(":")
     if name not in RANK_RULES or (share and name not in WITH_SHARE):
-        known = ", ".join(f"{word}:SHARE" if word in WITH_SHARE else word for word in RANK_RULES)
+        known = ", ".join(f"{word}:{_number(word)}" if word in WITH_SHARE else word for word in RANK_RULES)
         raise UserError(f"There is no rank rule '{rule}'.{did_you_mean(name, RANK_RULES)} Known: {known}.")
     if name not in WITH_SHARE:
         return name, None
@@ -47,9 +47,15 @@ def parse_rank(rule: str) -> tuple[str, float | None]:
         value = float(share)
     except ValueError:
         value = -1.0
-    if not 0.0 <= value <= 1.0:
+    if name == "multiple" and not 1.0 <= value < float("inf"):
+        raise UserError(f"The rank rule '{rule}' needs a factor of at least 1, as in multiple:10.")
+    if name != "multiple" and not 0.0 <= value <= 1.0:
         raise UserError(f"The rank rule '{rule}' needs a share between 0 and 1, as in {name}:0.99.")
     return name, value
+
+
+def _number(rule: str) -> str:
+    return "FACTOR" if rule == "multiple" else "SHARE"
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,23 @@ class Setting(Options):
     in training from scratch"""
     others: Literal["first-task", "fixed", "free"] = "first-task"
     """norms, biases, D, freq, tokens and so on, with layers: all. first-task: trained in the first task, then fixed"""
-    accumulate: Literal["sum", "batch-mean"] = "sum"
-    """sum: over all tokens; batch-mean: the mean of each batch, summed over batches and tasks"""
+    accumulate: Literal["sum", "batch-mean", "mean-input"] = "sum"
+    """sum: over all tokens; batch-mean: the mean of each batch, summed over batches and tasks; mean-input: of the mean
+    image of each batch, as in Adam-NSCL's code"""
+    projector: Literal["null-space", "gpm", "recursive", "weights"] = "null-space"
+    """null-space: of all covariances together; gpm: a subspace that grows task by task; recursive: OWM's, which follows
+    the inputs during training; weights: keeps the leading singular directions of the weights, without data (OSF)"""
+    acts_on: Literal["update", "gradient"] = "update"
+    """what is projected: the optimizer's finished update, or the gradient that it gets"""
     rank: str = "corner"
     """rule for the number of null directions: corner and smoothed-corner (the published ones; on real images they
-    protect few directions), energy:SHARE, fraction:SHARE or tolerance:RELATIVE"""
+    protect few directions), energy:SHARE, fraction:SHARE, tolerance:RELATIVE or multiple:FACTOR (of the smallest)"""
+    rank_step: float = 0.0
+    """added to the share of the rank rule after each task"""
+    below_at_first: bool = False
+    """with gpm: the first subspace stays below the share, as in the released code"""
+    alpha: float | list[float] = 1e-3
+    """with recursive: the last value of alpha, which falls from 1 in each task; a list has one per layer"""
     rank_over: Literal["block", "all"] = "block"
     """block: the rank rule is applied to each spectrum separately; all: to a feature's spectra in all blocks at once,
     each divided by its trace"""
@@ -136,6 +154,37 @@ class Setting(Options):
             if getattr(self, kind).feature not in known:
                 wrong = getattr(self, kind).feature
                 raise OptionError(f"{{group}}{kind} has no feature '{wrong}'; known: {', '.join(known)}.")
+
+        self._check_projector()
+
+    def _check_projector(self) -> None:
+        name, share = parse_rank(self.rank)
+        if self.rank_step and share is None:
+            raise OptionError("{group}rank_step needs a rank rule with a share, such as energy:0.97.")
+        if self.projector == "gpm" and name != "energy":
+            raise OptionError("{group}projector gpm needs a share of the energy: set {group}rank to energy:0.97.")
+        if self.projector == "recursive" and self.acts_on == "update":
+            raise OptionError("{group}projector recursive projects gradients: set {group}acts_on to gradient.")
+        alphas = self.alpha if isinstance(self.alpha, list) else [self.alpha]
+        if not all(0 < alpha <= 1 for alpha in alphas):
+            raise OptionError("{group}alpha must be larger than 0 and at most 1.")
+        if self.projector in ("recursive", "weights"):
+            kinds = {kind: self.rule(kind) for kind in KINDS}
+            for kind in (k for k, rule in kinds.items() if rule.trains and rule.projected):
+                if (feature := kinds[kind].feature).startswith("delta"):
+                    remedy = "trains to false" if kind == "A" else "feature to x"
+                    raise OptionError(
+                        f"{{group}}projector {self.projector} needs the input of {kind}, not {feature}: set "
+                        f"{{group}}{kind}.{remedy}."
+                    )
+
+    def rank_at(self, task: int) -> str:
+        """The rank rule after a task, counted from 0."""
+        name, share = parse_rank(self.rank)
+        if share is None or not self.rank_step:
+            return self.rank
+        moved = share + self.rank_step * task
+        return f"{name}:{max(moved, 1.0) if name == 'multiple' else min(max(moved, 0.0), 1.0)!r}"
 
     def rule(self, kind: str) -> Rule:
         """The rule for a kind, with `layers` taken into account."""
@@ -194,6 +243,31 @@ SETTINGS: dict[str, Setting] = {
 }
 """`exact` keeps outputs where features leave a null space. Those of real images leave none, and its own rank rule then
 leaves nothing to learn with: give it `rank="energy:0.99"`. docs/exact.md has what each rule leaves free."""
+
+
+LINEAR: dict[str, Any] = {
+    "W_B": Rule(feature="x"),
+    "A": Rule(trains=False, feature="delta"),
+    "conv": Rule(trains=False, feature="in"),
+    "layers": "all",
+    "others": "fixed",
+    "eta": 1.0,
+}
+"""all linear layers train, each projected by its input"""
+SYSTEMS: dict[str, Setting] = {
+    "gpm": Setting(**LINEAR, projector="gpm", acts_on="gradient", rank="energy:0.97", rank_step=0.003),
+    "dual-gpm": Setting(**LINEAR, projector="gpm", acts_on="gradient", rank="energy:0.97", rank_step=0.003),
+    "nscl": Setting(**LINEAR, rank="multiple:10"),
+    "owm": Setting(**LINEAR, projector="recursive", acts_on="gradient"),
+    "osf": Setting(**LINEAR, projector="weights", acts_on="update", rank="fraction:0.5"),
+}
+"""what other systems' rules are as settings: `NullSpace(model, rule="gpm")`"""
+
+
+def system_named(name: str) -> Setting:
+    if name not in SYSTEMS:
+        raise unknown("rule", name, SYSTEMS)
+    return SYSTEMS[name]
 
 
 def setting_named(name: str) -> Setting:

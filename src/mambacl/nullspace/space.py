@@ -8,6 +8,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -23,16 +24,27 @@ from mambacl.nullspace.blocks import Block, Part, named_parameters
 from mambacl.nullspace.covariance import Covariance
 from mambacl.nullspace.description import Protected, describe, what_is_protected
 from mambacl.nullspace.elementwise import Activity, box
-from mambacl.nullspace.memory import CovarianceStore, Memory, TaskStatistics, from_tensors, to_tensors
+from mambacl.nullspace.growth import grown_features, weight_directions
+from mambacl.nullspace.memory import (
+    FROM_COVARIANCES,
+    CovarianceStore,
+    Memory,
+    TaskStatistics,
+    from_tensors,
+    to_tensors,
+)
 from mambacl.nullspace.optimizer import register_projection
 from mambacl.nullspace.projected_step import FixedParts, ProjectedStep, clamped_parts, projected_parts
 from mambacl.nullspace.projectors import Decomposition, Key, Projector, basis_dtype, decompose_features
+from mambacl.nullspace.recursive import RecursiveParts, mean_rows
 from mambacl.nullspace.selection import Protection, Selection
-from mambacl.nullspace.settings import KINDS, Setting, setting_named
-from mambacl.nullspace.statistics import Accumulator, gather
+from mambacl.nullspace.settings import KINDS, Setting, setting_named, system_named
+from mambacl.nullspace.statistics import Accumulator, Features, gather, value
 
-DECOMPOSED_BY = ("rank", "rank_over", "spectrum", "storage")  # fields of a setting that determine ranks and bases
-FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax")  # fields that `load` reads unless the caller set them
+DECOMPOSED_BY = ("rank", "rank_step", "below_at_first", "rank_over", "spectrum", "storage")
+"""fields of a setting that determine ranks and bases"""
+FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax", "acts_on", "alpha")
+"""fields that `load` reads unless the caller set them"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +66,9 @@ class NullSpace:
 
     `setting`: "paper" (default), "public-code", "exact" or a `Setting`; `overrides` change its fields. On real images
     the rank rules of "paper" and "public-code" protect few directions, and that of "exact" leaves nearly none to learn
-    with: hence the rank above. `leave`: modules to ignore, e.g. the classifier; parameters added to the model later are
-    ignored, too. `folder`: for covariances kept on disk.
+    with: hence the rank above. `rule`: instead of a setting, the rule of another system for all linear layers: "gpm",
+    "dual-gpm", "nscl", "owm" or "osf". `leave`: modules to ignore, e.g. the classifier; parameters added to the model
+    later are ignored, too. `folder`: for covariances kept on disk.
     """
 
     def __init__(
@@ -63,11 +76,15 @@ class NullSpace:
         model: nn.Module,
         setting: str | Setting | None = None,
         *,
+        rule: str | None = None,
         leave: str | Sequence[str] = (),
         folder: str | Path | None = None,
         **overrides: Any,
     ) -> None:
-        chosen = setting if isinstance(setting, Setting) else setting_named("paper" if setting is None else setting)
+        if rule is not None and setting is not None:
+            raise UserError("NullSpace takes a setting or a rule, not both: change fields of a rule by their names.")
+        named = system_named(rule) if rule is not None else setting_named("paper") if setting is None else setting
+        chosen = setting_named(named) if isinstance(named, str) else named
         self.setting = chosen.override(**overrides)
         self._given = set(overrides) if setting is None else {f.name for f in dataclasses.fields(Setting)}
         self.model = unwrapped(model)
@@ -76,6 +93,9 @@ class NullSpace:
         kept_in = None if folder is None else Path(folder)
         self._store = CovarianceStore(self.setting.covariances, self._device(), kept_in)
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._watching: list[Any] = []
+        """handles of the hooks that show the inputs of training to recursive projectors"""
+        self.projected_step = ProjectedStep()
         self.protected: Protected | None = None
         """how much the rank rule protects; None before the first consolidation, or if nothing is projected"""
         self.protect(self.memory)
@@ -119,7 +139,7 @@ class NullSpace:
     def decompositions(self) -> dict[str, Decomposition]:
         """Spectrum, null rank and basis of each protected part, by parameter name and rows."""
         found = self._decompositions()
-        return {p.name: found[p.key] for p in self.selection.projected() if found}
+        return {p.name: found[p.key] for p in self.selection.projected() if found}  # none if all are recursive
 
     def _decompositions(self) -> dict[Key, Decomposition]:
         if not self.memory.statistics:
@@ -128,41 +148,62 @@ class NullSpace:
 
     def covariances(self) -> dict[str, Tensor]:
         """The accumulated covariance of each protected part, by parameter name and rows."""
-        if not self.memory.statistics:
+        if not self.memory.statistics or self.setting.projector not in FROM_COVARIANCES:
             return {}
         return {p.name: self.memory.covariance(p.key) for p in self.selection.projected()}
 
     # Training
 
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def wrap(self, optimizer: torch.optim.Optimizer, steps: int = 0) -> torch.optim.Optimizer:
         """Returns the same optimizer; its steps are projected from now on, and rows that do not train stay the same.
-        Wrapping it again has no effect."""
+        Wrapping it again has no effect, except that `steps`, the number of steps of this task, restarts the decay of
+        alpha of recursive projectors; without it, alpha has its last value."""
+        if steps:
+            self.projected_step.clock.start(steps)
+        if self.setting.projector == "recursive" and not self._watching:
+            for block in self.selection.blocks:
+                self._watching += block.register_hooks(partial(self._show, block))
         if optimizer not in self._wrapped:
             register_projection(optimizer, self.model, self.selection, lambda: self.projected_step)
             self._wrapped.add(optimizer)
         return optimizer
 
+    def _show(self, block: Block, features: Features) -> None:
+        """Notes what a forward pass with gradients feeds to parts with recursive projectors."""
+        if not torch.is_grad_enabled():
+            return
+        with torch.no_grad():
+            for constraint, inputs in self._recursive.get(block.name, ()):
+                if inputs[0] in features:
+                    constraint.seen = mean_rows(value(features, inputs[0]))
+
     def update_energy(self, task: int | None = None) -> dict[str, Tensor]:
         """By part, (4,): squared norms, summed over the steps of a finished task or since the last consolidation, of
-        the optimizer's update, of its share in protected directions, of the applied update, and of its share."""
+        the optimizer's update, of its share in protected directions, of the applied update, and of its share. Where
+        gradients are projected, the same of gradients."""
         return self.projected_step.update_energy() if task is None else self.memory.update_energy[task]
 
     # The end of a task
 
-    def consolidate(self, loader: Iterable[Any], forward: Callable[..., Any] | None = None) -> Consolidation:
-        """Adds the features of a finished task to what is protected.
+    def consolidate(
+        self, loader: Iterable[Any] | None = None, forward: Callable[..., Any] | None = None
+    ) -> Consolidation:
+        """Adds the features of a finished task to what is protected. The rules "owm" and "osf" need no `loader`.
 
         `loader` yields batches: tensors, tuples that begin with one, or mappings of the forward function's arguments.
         They go through `forward`, by default the model, in evaluation mode. Call it before the first task to protect
         what the model has learned elsewhere. If it fails, nothing changes.
         """
+        loader = loader if self.setting.projector in FROM_COVARIANCES else ()
         if isinstance(loader, Tensor) and loader.dim() <= 4:  # five dimensions: a tensor of batches
             raise UserError("consolidate needs batches, got a tensor: pass [images] or images.split(100).")
-        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        if loader is None or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             raise UserError(f"consolidate needs batches, got {type(loader).__name__}: pass a loader or a list of them.")
         with torch.inference_mode(False):
             started, memory = time.perf_counter(), self.memory
-            statistics, images = self._gather(loader, forward)
+            statistics, images = TaskStatistics(), 0
+            if self.setting.projector in FROM_COVARIANCES:
+                statistics, images = self._gather(loader, forward)
             covered = time.perf_counter()
             energy = [*memory.update_energy, self.update_energy()]
             self.protect(Memory(memory.tasks + 1, [*memory.statistics, statistics], energy))
@@ -200,7 +241,7 @@ class NullSpace:
         if protection.elementwise:
             scan = protection.part.inputs.get("scan", "scan")
             return Activity(protection.inputs[0], scan, self.setting.relax > 0)
-        return Covariance(protection.feature, protection.inputs, self.setting.accumulate == "batch-mean")
+        return Covariance(protection.feature, protection.inputs, self.setting.accumulate)
 
     def protect(self, memory: Memory) -> None:
         """Protects what a memory holds, and decomposes it first if that has not been done. The space changes only at
@@ -208,16 +249,18 @@ class NullSpace:
         older is added to the newer, in place."""
         setting, device, selection = self.setting, self._device(), self.selection
         dtype = basis_dtype(self.model, setting.storage)
+        found = memory.decompositions
+        if found is None and memory.statistics and setting.projector != "null-space":
+            found = self._by_rule(memory, dtype)
         if not setting.keep_tasks and len(memory.statistics) > 1:
             older, newest = memory.statistics
             memory.statistics = [newest.add_(older)]
-        found = memory.decompositions
         if found is None and memory.statistics:
             found = decompose_features(
                 list(dict.fromkeys(p.key for p in selection.projected())),
                 lambda key: memory.covariance(key).to(device),
                 lambda key: memory.statistics[-1].covariances[key].shape,
-                setting.rank,
+                setting.rank_at(memory.tasks - 1),
                 getattr(torch, setting.spectrum),
                 dtype,
                 together=setting.rank_over == "all",
@@ -231,15 +274,49 @@ class NullSpace:
         others_fixed = setting.others == "fixed" or (setting.others == "first-task" and memory.tasks > 0)
         others = [Part("other", name) for name in selection.others] if others_fixed else []
         projected = projected_parts(uses, selection.shapes, setting.eta, setting.scaling, dtype, device)
+        recursive = self._recursive_parts(memory.projectors)
         self.projected_step = ProjectedStep(
             [
                 FixedParts([*others, *selection.fixed]),
                 *clamped_parts(clamped, boxes, setting.eta, setting.relax > 0),
                 *projected,
-            ]
+                *recursive.values(),
+            ],
+            setting.acts_on,
         )
-        memory.decompositions = None  # the projected step holds the bases
+        for one in recursive.values():
+            one.clock = self.projected_step.clock
+        self._recursive: dict[str, list[tuple[RecursiveParts, tuple[str, ...]]]] = {}
+        for inputs, key in {p.key: (p.inputs, p.key) for p in selection.protections if p.key in recursive}.values():
+            self._recursive.setdefault(key[0], []).append((recursive[key], inputs))
+        memory.decompositions = memory.projectors = None  # the projected step holds bases and projectors
         self.memory, self.protected = memory, what_is_protected(setting.rank, (found or {}).values())
+
+    def _by_rule(self, memory: Memory, dtype: torch.dtype) -> dict[Key, Decomposition]:
+        """The decompositions of projectors that are not of the null space of all covariances together."""
+        protections = list(self.selection.projected())
+        if self.setting.projector == "weights":
+            rank = self.setting.rank_at(memory.tasks - 1)
+            return weight_directions(protections, named_parameters(self.model), rank, dtype)
+        grows = len(memory.statistics) > 1 and not self.setting.keep_tasks  # otherwise all tasks are gone through
+        keys = list(dict.fromkeys(p.key for p in protections))
+        before = self._decompositions() if grows else {}
+        return grown_features(memory, before, keys, self.setting, dtype, self._device())
+
+    def _recursive_parts(self, projectors: Mapping[Key, Tensor] | None) -> dict[Key, RecursiveParts]:
+        """By feature: recursive projectors that continue from those given, or else from the current ones."""
+        current = {c.parts[0].name: c.projector for c in self.projected_step.recursive().values()}
+        wanted, named, device = self.selection.recursive(), named_parameters(self.model), self._device()
+        alphas = self.setting.alpha if isinstance(self.setting.alpha, list) else [self.setting.alpha] * len(wanted)
+        if len(alphas) != len(wanted):
+            raise UserError(f"alpha has {len(alphas)} values for {len(wanted)} layers: give one for all, or one each.")
+        found = {}
+        for (key, parts), alpha in zip(wanted.items(), alphas, strict=True):
+            groups, _, size = parts[0].matrix(named[parts[0].parameter]).shape
+            known = current.get(parts[0].name) if projectors is None else projectors.get(key)
+            start = torch.eye(size, dtype=torch.float64).repeat(groups, 1, 1) if known is None else known
+            found[key] = RecursiveParts(parts, start.to(device), alpha, self.projected_step.clock)
+        return found
 
     # The audit
 
@@ -262,6 +339,7 @@ class NullSpace:
 
     def merge(self, other: "NullSpace") -> None:
         """Also protects what `other` protects: a branch of the same model, trained separately. Covariances add up."""
+        self._needs_covariances("merge")
         self._check_same_setting(dataclasses.asdict(other.setting), "The other null space has")
         mine, theirs = self._signature(), other._signature()
         if mine != theirs:
@@ -287,6 +365,7 @@ class NullSpace:
 
     def forget(self, task: int) -> None:
         """Undoes the consolidation of one task, counted from 0, as if it had never happened."""
+        self._needs_covariances("forget")
         if not self.setting.keep_tasks:
             raise UserError("forget needs each task's covariances: build the NullSpace with keep_tasks=True.")
         if not 0 <= task < self.tasks:
@@ -294,6 +373,10 @@ class NullSpace:
         statistics, energy = self.memory.statistics, self.memory.update_energy
         left = [number for number in range(self.tasks) if number != task]
         self._replace(Memory(len(left), [statistics[i] for i in left], [energy[i] for i in left]))
+
+    def _needs_covariances(self, word: str) -> None:
+        if self.setting.projector not in FROM_COVARIANCES:
+            raise UserError(f"{word} needs covariances, which projector {self.setting.projector} does not keep.")
 
     def _replace(self, memory: Memory) -> None:
         """Protects another memory in the middle of a task, and keeps the energy of its updates so far."""
@@ -305,8 +388,13 @@ class NullSpace:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything gathered so far, by parameter name and rows. Parts that share a feature share its tensors."""
-        memory = dataclasses.replace(self.memory, decompositions=self._decompositions())
+        projectors = {key: constraint.projector for key, constraint in self._recursive_by_key().items()}
+        memory = dataclasses.replace(self.memory, decompositions=self._decompositions(), projectors=projectors)
         return to_tensors(memory, self.selection.protections, self.setting.keep_tasks)
+
+    def _recursive_by_key(self) -> dict[Key, RecursiveParts]:
+        found = self.projected_step.recursive()
+        return {key: found[parts[0].name] for key, parts in self.selection.recursive().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a saved state. Raises `UserError`, and changes nothing, if it belongs to another model or setting."""
@@ -355,7 +443,7 @@ class NullSpace:
 
     def _check_same_setting(self, other: Mapping[str, Any], words: str) -> None:
         own = dataclasses.asdict(self.setting)
-        for name in (*KINDS, "layers", "accumulate", "keep_tasks"):
+        for name in (*KINDS, "layers", "accumulate", "projector", "keep_tasks"):
             if name in other and other[name] != own[name]:
                 raise UserError(f"{words} {name} {other[name]}, this one {own[name]}.")
 

@@ -129,8 +129,10 @@ class Loop:
     # One task
 
     def _start_task(self, task: int) -> None:
-        seed = task_seed(self.seed, task)
-        self.method.start_task(Task(task, len(self.stream.tasks[task]), self.stream.first_label(task), seed))
+        recipe, classes = self.recipe, len(self.stream.tasks[task])
+        steps = recipe.epochs * -(-self.stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size)
+        first, seed = self.stream.first_label(task), task_seed(self.seed, task)
+        self.method.start_task(Task(task, classes, first, seed, steps))
 
     def _train_task(self, task: int) -> None:
         if self.position.epoch == 0:

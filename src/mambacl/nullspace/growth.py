@@ -1,0 +1,110 @@
+"""Decompositions by other rules than the spectrum of all inputs so far: subspaces that grow task by task (GPM), and the
+leading singular directions of the weights themselves (OSF)."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mambacl.nullspace.memory import Memory
+from mambacl.nullspace.projectors import Decomposition, Key
+from mambacl.nullspace.ranks import null_rank
+from mambacl.nullspace.selection import Protection
+from mambacl.nullspace.settings import Setting, parse_rank
+from mambacl.nullspace.subspaces import Subspace, complement, descending, dual_grown, nothing
+
+
+def grown_features(
+    memory: Memory,
+    before: Mapping[Key, Decomposition],
+    keys: Sequence[Key],
+    setting: Setting,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[Key, Decomposition]:
+    """Grows the subspace of each feature. `before`: those of earlier tasks, which grow by the newest task; without
+    them, all tasks are gone through in turn. With tasks that were not kept apart, their sum counts as one task."""
+    found = {}
+    for key in keys:
+        own, done = before.get(key), len(memory.statistics) - 1 if before else 0
+        for number in range(done, len(memory.statistics)):
+            newest = memory.statistics[number].covariances[key].to(device)
+            task = number if setting.keep_tasks else memory.tasks - 1
+            total = newest
+            for earlier in memory.statistics[:number]:
+                total = total + earlier.covariances[key].to(device)
+            share = parse_rank(setting.rank_at(task))[1]
+            assert share is not None
+            own = _grown_groups(own, newest, total, share, setting.below_at_first, dtype)
+        assert own is not None
+        found[key] = own
+    return found
+
+
+def _grown_groups(
+    own: Decomposition | None, newest: Tensor, total: Tensor, share: float, below: bool, dtype: torch.dtype
+) -> Decomposition:
+    size, lead = newest.shape[-1], newest.shape[:-2]
+    before = [nothing(size, newest)] * lead.numel() if own is None else _subspaces(own, newest.device)
+    spaces, spectra = [], []
+    moments = zip(before, newest.reshape(-1, size, size), total.reshape(-1, size, size), strict=True)
+    for space, moment, together in moments:
+        space = dual_grown(space, moment, share, below_at_first=below)
+        spaces.append(space)
+        spectra.append(_energies(space, together.double()))
+    return _decomposition(spaces, spectra, lead, dtype)
+
+
+def _subspaces(found: Decomposition, device: torch.device) -> list[Subspace]:
+    size, holds_null = found.spectrum.shape[-1], found.holds_null_space.reshape(-1).tolist()
+    bases = found.basis.reshape(found.ranks.numel(), size, found.basis.shape[-1]).to(device, torch.float64)
+    widths = torch.minimum(found.ranks, size - found.ranks).reshape(-1).tolist()
+    return [Subspace(b[:, :w], retain) for b, w, retain in zip(bases, widths, holds_null, strict=True)]
+
+
+def _energies(space: Subspace, moment: Tensor) -> Tensor:
+    """The energy of a moment in protected directions, descending, then in free ones."""
+    other = complement(space.basis)
+    ordered = (other, space.basis) if space.retain else (space.basis, other)
+    return torch.cat([descending(basis.mT @ moment @ basis)[0].clamp(min=0) for basis in ordered])
+
+
+def _decomposition(
+    spaces: Sequence[Subspace], spectra: Sequence[Tensor], lead: torch.Size, dtype: torch.dtype
+) -> Decomposition:
+    size = len(spaces[0].basis)
+    ranks = torch.tensor([size - space.protected for space in spaces]).reshape(lead)
+    width = max(space.basis.shape[1] for space in spaces)
+    bases = [torch.nn.functional.pad(s.basis.to(dtype), (0, width - s.basis.shape[1])) for s in spaces]
+    return Decomposition(
+        torch.stack(list(spectra)).cpu().reshape(*lead, size), ranks, torch.stack(bases).reshape(*lead, size, width)
+    )
+
+
+def of_weight(weight: Tensor, rule: str, dtype: torch.dtype) -> tuple[Decomposition, Decomposition]:
+    """The leading singular directions of a weight (out, in) as protected ones: of its inputs (right singular vectors)
+    and of its outputs (left). The rank rule gets the singular values and says how many are free."""
+    U, values, Vh = torch.linalg.svd(weight.double(), full_matrices=True)
+    kept = len(values) - null_rank(values, rule)
+
+    def side(vectors: Tensor) -> Decomposition:
+        energies = torch.nn.functional.pad(values.square(), (0, len(vectors) - len(values)))
+        space = Subspace(vectors[:, :kept]).smaller()
+        return _decomposition([space], [energies], torch.Size(), dtype)
+
+    return side(Vh.mT), side(U)
+
+
+def weight_directions(
+    protections: Sequence[Protection], named: Mapping[str, Tensor], rule: str, dtype: torch.dtype
+) -> dict[Key, Decomposition]:
+    """The directions of each protected weight, on the side on which it is protected."""
+    found: dict[Key, Decomposition] = {}
+    done: dict[tuple[str, object], tuple[Decomposition, Decomposition]] = {}
+    for protection in protections:
+        part = protection.part
+        place = (part.parameter, part.index)
+        if place not in done:
+            done[place] = of_weight(part.of(named[part.parameter]).detach(), rule, dtype)
+        found[protection.key] = done[place][part.side == "left"]
+    return found
