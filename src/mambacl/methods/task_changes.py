@@ -59,7 +59,7 @@ class ChangesLayers(Method):
     def moments(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         """By the name of each layer that changes: the sum of x x^T over its inputs x, (inputs, inputs) in float64."""
         layers = {place.layer_name: place.layer for place in self.changes.places}
-        found = {name: Covariance("in", ["in"], batch_mean=False) for name in layers}
+        found = {name: Covariance("in", ["in"]) for name in layers}
         sources = {name: plain_layer(layer, name) for name, layer in layers.items()}
         wanted = {source: {"in": found[name]} for name, source in sources.items() if source is not None}
         gather(self.model, wanted, batches, self.features, getattr(torch, self.setup.setting.products))
