@@ -4,7 +4,7 @@
     python examples/tune_rivals.py --root CIFAR --out runs/tune-rivals --merge --json docs/results/rivals-tuning.json
 
 Every method that trains has the same budget: three factors of its published rates, one seed, a tenth of the training
-images held back, 100 images per class and 5 passes. Processes with different `--shard` share the runs. Start them again
+images held back, 60 images per class and 5 passes. Processes with different `--shard` share the runs. Start them again
 after an interruption: finished runs are read, the others continue. `--merge` trains nothing: it writes what was tried
 and chosen to the JSON file, and the choice to `src/mambacl/paper/rates.yaml`, from which the main table takes it. A
 method with missing runs keeps its rates.
@@ -22,7 +22,7 @@ from mambacl.paper.designs import CIFAR, FASHION, tuning
 from mambacl.paper.runner import jobs, run_jobs, say
 from mambacl.training.folder import RunFolder
 
-CHEAP = {"stream.validation": 0.1, "stream.train_per_class": 100, "training.passes": 5}
+CHEAP = {"stream.validation": 0.1, "stream.train_per_class": 60, "training.passes": 5}
 
 
 def column(factor: float) -> str:

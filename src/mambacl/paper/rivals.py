@@ -3,7 +3,7 @@
 A method of `METHODS` gets a row by one line in `ROWS`; a line whose method is not registered counts for nothing.
 
 Every row is trained by the recipe that the preset `cifar100-10` holds for its method: optimizer, schedule, clipping,
-weight decay and the method's options. The passes and the batch size are the same for all methods on a backbone, and the
+weight decay and the method's options. The passes and the batch size are the same for all methods, and the
 learning rates are the recipe's times a factor, chosen from `FACTORS` on held-back training images by
 `examples/tune_rivals.py`, which writes `rates.yaml`. A method that is not in that file has the factor 1.
 """
@@ -19,6 +19,7 @@ import yaml
 
 from mambacl.config import RunConfig, resolve
 from mambacl.methods.registry import METHODS
+from mambacl.training.recipe import Recipe
 
 Options = Mapping[str, Any]
 
@@ -26,7 +27,6 @@ VIT, MAMBA = "vit_nano", "defocus_mamba_nano"
 PUBLISHED = "cifar100-10"  # the preset with the recipes
 RATES = Path(__file__).parent / "rates.yaml"
 FACTORS = (1.0, 0.25, 4.0)  # of equals, the first is chosen
-BATCH = {VIT: 100, MAMBA: 200}
 KEPT = ("optimizer", "weight_decay", "schedule", "decay_rate", "clip")  # of a recipe
 ALL_LAYERS = {"nullspace": {"layers": "all"}}  # a Vision Transformer has no parameters of an SSM
 OURS = "analytic"  # our default, with the options of the data set's preset
@@ -119,7 +119,7 @@ def options_of(rival: Rival, own: Options, preset: str, factor: float | None = N
     training: dict[str, Any] = {
         "passes": passes,
         "passes_per_epoch": 1,
-        "batch_size": own.get("batch_size", BATCH[rival.backbone]),
+        "batch_size": own.get("batch_size", Recipe.batch_size),
         **{name: getattr(recipe, name) for name in KEPT},
         "decay_after": [max(1, round(after * passes / recipe.passes)) for after in recipe.decay_after * multistep],
         "lr": factor * recipe.lr,
