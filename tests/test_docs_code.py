@@ -34,6 +34,8 @@ NOT_RUN = {
     r"mambacl data prepare": "needs a network; tests/data/test_preparing.py",
     r"mambacl .*\b(imagenet-r|domainnet-s200|domainnet-345|cifar100)": "needs a data set that is not in the package",
     r"mambacl paper (main|ablation) --(scale|root)": "needs hours, or data; tests/paper runs the same design, smaller",
+    r"python examples/tune_rivals": "needs hours; tests/paper",
+    r"mambacl train images .*--stream.session_lists": "needs a protocol's lists; tests/data/test_few_shot.py",
     r"mambacl pretrain|mambacl train images .*--pretrained pretrained/": "needs minutes; tests/pretraining",
     r"mambacl bench": "needs minutes; tests/bench",
     r"mambacl (serve|watch runs/demo-mamba-cl-0$)|curl |python -m mambacl.deploy.clients": (
@@ -200,7 +202,11 @@ def follow(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [path for word in given for path in (sorted(glob.glob(word)) if "*" in word else [word])]
     if given[0] == "train":
         given += SHORTER if given[1] == "demo" else SHORTER[2:4]
-        given += ["--training.passes", "1"] if "--setting" in given else ["--classifier_options.width", "50"]
+        given += (
+            ["--training.passes", "1"]
+            if {"--setting", "--method"} & set(given)
+            else ["--classifier_options.width", "50"]
+        )
     if given[0] == "learn" and run in given:  # such lines are alternatives
         shutil.rmtree(run)
         shutil.copytree(other, run)

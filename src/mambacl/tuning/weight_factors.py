@@ -22,9 +22,12 @@ class Factors(nn.Module):
 
     def __init__(self, U: Tensor, S: Tensor, V: Tensor, kept_U: Tensor, kept_S: Tensor, kept_V: Tensor) -> None:
         super().__init__()
-        self.U, self.S, self.V = (nn.Parameter(t.clone()) for t in (U, S, V))
+        # contiguous, as they are when they come from a checkpoint: products round differently in other layouts
+        contiguous = (t.clone(memory_format=torch.contiguous_format) for t in (U, S, V, kept_U, kept_S, kept_V))
+        U, S, V, kept_U, kept_S, kept_V = contiguous
+        self.U, self.S, self.V = (nn.Parameter(t) for t in (U, S, V))
         for name, tensor in zip(NAMES[3:], (kept_U, kept_S, kept_V), strict=True):
-            self.register_buffer(name, tensor.clone())
+            self.register_buffer(name, tensor)
         self.U.register_hook(lambda gradient: gradient - kept_U @ (kept_U.T @ gradient))
         self.V.register_hook(lambda gradient: gradient - (gradient @ kept_V.T) @ kept_V)
 
