@@ -34,7 +34,7 @@ NOT_RUN = {
     r"mambacl data prepare": "needs a network; tests/data/test_preparing.py",
     r"mambacl .*\b(imagenet-r|domainnet-s200|domainnet-345|cifar100)": "needs a data set that is not in the package",
     r"mambacl paper (main|ablation) --(scale|root)": "needs hours, or data; tests/paper runs the same design, smaller",
-    r"python examples/tune_rivals": "needs hours; tests/paper",
+    r"python examples/(tune_rivals|drift)": "needs hours; tests/paper and tests/test_examples.py run them smaller",
     r"mambacl train images .*--stream.session_lists": "needs a protocol's lists; tests/data/test_few_shot.py",
     r"mambacl pretrain|mambacl train images .*--pretrained pretrained/": "needs minutes; tests/pretraining",
     r"mambacl bench": "needs minutes; tests/bench",

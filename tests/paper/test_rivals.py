@@ -61,7 +61,7 @@ def test_a_row_has_the_published_recipe_with_common_passes_and_batches_and_its_o
         assert (made["lr"], made["head_lr"]) == (4 * published.lr, 4 * published.head_lr)
         assert (made["passes"], made["batch_size"]) == (5, 200)
         assert (made["optimizer"], made["schedule"]) == (published.optimizer, published.schedule)
-    assert rivals.options_of(rival("vpt-nsp2"), own, "cifar100-10-nano", 1.0)["training"]["decay_after"] == [5, 8]
+    assert rivals.options_of(rival("vpt-nsp2"), own, "cifar100-10-nano", 1.0)["training"]["decay_after"] == [2, 4]
     text = rivals.options_of(rival("lgcl"), own, "cifar100-10-nano")["options"]
     assert text == {"task_weight": 0.323, "class_weight": 0.137, "stand_in": "random"}
 

@@ -190,7 +190,7 @@ def _notes(comparison: Comparison) -> list[str]:
                 notes.append(f"{line.name}, {benchmark}: a seed appears more than once, so the deviation is too small")
     notes += comparison.notes
     for run in comparison.left_out:
-        notes.append(f"left out because unfinished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder}")
+        notes.append(f"left out because unfinished ({run.tasks_done} of {len(run.tasks)} tasks): {run.folder.name}")
     return notes
 
 
