@@ -64,7 +64,9 @@ def check(model: Predictor, folder: Path, to: str, preprocessing: bool = False, 
 
 @pytest.mark.slow
 @pytest.mark.extras
-@pytest.mark.parametrize("family", BACKBONES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "defocus" else pytest.mark.long) for name in BACKBONES]
+)
 def test_onnx_of_each_family(family: str, tmp_path: Path) -> None:
     needs("onnx")
     check(predictor(family, method="frozen"), tmp_path, "onnx")
