@@ -1,7 +1,7 @@
 """Classifies a folder with an exported model, without mambacl and PyTorch:  runtimes.py MODEL FOLDER
 
-Prints, as JSON, the probabilities of all classes for each file. The model takes uint8 images of its own size and gives
-estimates of the probabilities.
+Prints, as JSON, the probabilities of all classes for each file. The model takes uint8 images of its own size. Its
+metadata say how its scores become probabilities.
 """
 
 import json
@@ -13,32 +13,41 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+Model = tuple[list[str], dict, Callable[[np.ndarray], np.ndarray]]  # classes, what the file says of itself, the model
 
-def in_onnxruntime(path: str) -> tuple[list[str], Callable[[np.ndarray], np.ndarray]]:
+
+def in_onnxruntime(path: str) -> Model:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
-    return classes, lambda images: session.run(None, {"images": images})[0]
+    said = session.get_modelmeta().custom_metadata_map
+    return (
+        json.loads(said["classes"]),
+        json.loads(said["mambacl.export"]),
+        lambda images: session.run(None, {"images": images})[0],
+    )
 
 
-def in_openvino(path: str) -> tuple[list[str], Callable[[np.ndarray], np.ndarray]]:
+def in_openvino(path: str) -> Model:
     import openvino
 
     core = openvino.Core()
     network = core.read_model(path)
-    classes = json.loads(network.get_rt_info(["mambacl", "classes"]).astype(str))
+    classes, said = (
+        json.loads(network.get_rt_info(["mambacl", name]).astype(str)) for name in ("classes", "mambacl.export")
+    )
     compiled = core.compile_model(network, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return classes, lambda images: compiled(images)[0]
+    return classes, said, lambda images: compiled(images)[0]
 
 
-def probabilities(scores: np.ndarray) -> np.ndarray:
-    """The nearest values that are not negative and add up to 1."""
-    low, high = scores.min() - 1, scores.max()  # what to subtract is between them
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.clip(scores - middle, 0, None).sum() > 1 else (low, middle)
-    return np.clip(scores - high, 0, None)
+def probabilities(scores: np.ndarray, said: dict) -> np.ndarray:
+    calibration = said["calibration"]
+    scores = scores / said["views"]
+    if knee := calibration["knee"]:
+        scores = knee * np.arcsinh(scores / knee)
+    exponents = scores / calibration["temperature"]
+    powers = np.exp(exponents - exponents.max())
+    return powers / powers.sum()
 
 
 def main() -> None:
@@ -46,11 +55,11 @@ def main() -> None:
     if there:
         sys.exit(f"{there[0]} is on the path")
     model, folder = sys.argv[1], Path(sys.argv[2])
-    classes, answer = (in_onnxruntime if model.endswith(".onnx") else in_openvino)(model)
+    classes, said, answer = (in_onnxruntime if model.endswith(".onnx") else in_openvino)(model)
     found = {}
     for file in sorted(folder.rglob("*.png")):
         pixels = np.asarray(Image.open(file).convert("RGB"))
-        row = probabilities(answer(pixels[None])[0].astype(np.float64))
+        row = probabilities(answer(pixels[None])[0].astype(np.float64), said)
         found[str(file)] = dict(zip(classes, row.tolist(), strict=True))
     print(json.dumps(found))
 
