@@ -119,6 +119,9 @@ class Method:
     """whether it keeps images of earlier tasks, so that results and tables mark its runs"""
     recordable: ClassVar[bool] = True
     """whether a CUDA graph can replay its steps: `loss` never waits for the GPU and does the same for every batch"""
+    splits: bool = True
+    """whether `loss` is a mean over images that do not affect each other, so that the losses of parts of a batch,
+    weighted by their sizes, add up to that of the batch; terms without images count in each part"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model.eval().requires_grad_(False), setup

@@ -53,6 +53,7 @@ class CLLora(Method):
     own_classifier: ClassVar[str] = "cosine"
     own_answer: ClassVar[bool] = True
     recordable: ClassVar[bool] = False  # a batch takes two steps
+    splits = False  # each call of loss takes a step of its own
     needs_task_state = True
 
     def make_tuning(self) -> Tuning:

@@ -68,6 +68,7 @@ class DualPrompt(Method):
         for name in ("shared_length", "task_length"):
             check_length(self.model, getattr(options, name), f"{self.name}: options.{name}")
         width, seed = self.num_features, self.setup.seed
+        self.splits &= options.variant == "paper"  # others sum over images, or mix their prompts
         low = 0.0 if options.variant == "coda" else -1.0
         self.shared = PrefixPrompts(shared, options.shared_length, width, heads, seed, low)
         # One pool for all blocks, or one per block with keys of its own.

@@ -74,6 +74,7 @@ class L2P(Method):
             raise UserError(f"{self.name}: options.length must be even with the variant coda, got {length}.")
         if self.prefixes:
             self.attention_heads = with_attention(self.model, self.name).config.num_heads
+        self.splits = not self.prefixes and not options.by_majority  # else images share prompts, or the term is a sum
         self.at = 0 if self.on_vit and options.variant == "paper" else place_of_prompts(self.model)
         by_default = self.on_vit and not self.prefixes
         self.reads_prompts = options.head_on == "prompts" or (options.head_on == "auto" and by_default)

@@ -43,6 +43,7 @@ class LGCL(DualPrompt):
     name = "lgcl"
     summary = "DualPrompt whose keys and features follow text embeddings (LGCL)"
     options_class: ClassVar[type] = LGCLOptions
+    splits = False  # each image draws an earlier class
 
     def make_tuning(self) -> Tuning:
         options: LGCLOptions = self.options

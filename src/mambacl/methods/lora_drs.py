@@ -57,6 +57,7 @@ class LoraDrs(ChangesLayers):
     name = "lora-drs"
     summary = "a low-rank change per task, trained where the model without earlier ones is active (LoRA-DRS)"
     options_class: ClassVar[type] = LoraDrsOptions
+    splits = False  # triplets within a batch
     own_classifier: ClassVar[str] = "nearest-mean"
     own_answer: ClassVar[bool] = True
 

@@ -62,6 +62,7 @@ class MambaFSCIL(Method):
     name = "mamba-fscil"
     summary = "a Mamba neck with a branch for base classes and one for new ones, towards fixed vertices (Mamba-FSCIL)"
     options_class: ClassVar[type] = MambaFSCILOptions
+    splits = False  # stored maps join each batch
     own_answer: ClassVar[bool] = True
     heads: EtfHeads
 

@@ -64,6 +64,7 @@ class Ovor(Method):
     name = "ovor"
     summary = "one prefix prompt for all tasks, heads trained against virtual outliers (OVOR)"
     options_class: ClassVar[type] = OvorOptions
+    splits = False  # outliers join each batch
     needs_attention: ClassVar[bool] = True
 
     def make_tuning(self) -> Tuning:

@@ -63,6 +63,7 @@ class Sema(Method):
     summary = "adapters in the last blocks, added when images look new to autoencoders, and a router (SEMA)"
     options_class: ClassVar[type] = SemaOptions
     recordable: ClassVar[bool] = False  # errors are recorded in each step
+    splits = False  # for the same reason
 
     def make_tuning(self) -> Tuning:
         model, o = self.model, self.options

@@ -150,6 +150,11 @@ def build(
         model.eval()
         check_image_size(model, stream.transforms.size, config.backbone)
         method = _method(config, folder, stream, method_class, model.to(device))
+        if config.training.accumulate > 1 and not method.splits:
+            raise UserError(
+                f"The images of a batch affect each other in the loss of '{method.name}', so it cannot go through the "
+                "model in pieces: set training.accumulate to 1."
+            )
     return Parts(config, model, stream, method, device, loop, watch, described)
 
 

@@ -240,7 +240,14 @@ class Loop:
         assert self.optimizer is not None
         graphs = self.fast and self.method.recordable
         self.step = TrainingStep(
-            self.method, self.optimizer, self.device, self.bf16, graphs, self.recorder, self.recipe.clip
+            self.method,
+            self.optimizer,
+            self.device,
+            self.bf16,
+            graphs,
+            self.recorder,
+            self.recipe.clip,
+            self.recipe.accumulate,
         )
 
     # The end of a task

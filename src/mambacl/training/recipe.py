@@ -25,6 +25,8 @@ class Recipe(Options):
     """passes that are shuffled together; a checkpoint is written after each epoch"""
     batch_size: Count = 200
     """images per training batch"""
+    accumulate: Count = 1
+    """a step's batch goes through the model in this many pieces, one after another: same gradient, less memory"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """adam adds L2 decay to the gradient, adamw decouples it, sgd has a momentum of 0.9"""
     lr: Rate = 2e-4

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mambacl import ranks
 from mambacl.log import logger
 
 WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
@@ -84,9 +85,11 @@ class TrainingStep:
         graphs: bool,
         recorder: Recorder | None = None,
         clip: float = 0.0,
+        accumulate: int = 1,
     ) -> None:
-        """`graphs`: whether to record steps if possible; `clip`: the largest norm of the gradient, 0 for any."""
-        self.clip = clip
+        """`graphs`: whether to record steps if possible; `clip`: the largest norm of the gradient, 0 for any;
+        `accumulate`: pieces of a batch that go through the model one after another."""
+        self.clip, self.accumulate = clip, accumulate
         self.recorder = recorder or Recorder(device)
         self.method, self.optimizer, self.device, self.bf16 = method, optimizer, device, bf16
         self.loss_sum = torch.zeros((), device=device)
@@ -128,16 +131,21 @@ class TrainingStep:
         return sums
 
     def _run(self, images: Tensor, labels: Tensor) -> None:
-        with autocast(self.device, self.bf16):
-            loss, correct = self.method.loss(images, labels)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        """The pieces' gradients add up to that of the whole batch, because the loss is a mean over images."""
+        cuts = [ranks.part(len(images), self.accumulate, piece) for piece in range(self.accumulate)]
+        for number, cut in enumerate(cut for cut in cuts if cut.start < cut.stop):
+            count = cut.stop - cut.start
+            with autocast(self.device, self.bf16):
+                loss, correct = self.method.loss(images[cut], labels[cut])
+            if number == 0:  # here, because a method's loss may use the gradients for work of its own
+                self.optimizer.zero_grad(set_to_none=True)
+            (loss if count == len(images) else loss * (count / len(images))).backward()
+            self.loss_sum += loss.detach() * count
+            self.right += correct
         if self.clip:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(trained, self.clip)
         self.optimizer.step()
-        self.loss_sum += loss.detach() * len(images)
-        self.right += correct
 
     def _set_rates(self, factor: float) -> None:
         if factor == self.factor:
