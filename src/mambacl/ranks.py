@@ -1,4 +1,4 @@
-"""The processes that train one run together, and what they exchange. `torchrun` starts them and numbers them: the ranks.
+"""The processes that train one run together, and what they exchange. `torchrun` starts and numbers them: the ranks.
 
 In a single process everything here does nothing: there is one path for one process and for many. All ranks call the
 functions below in the same order, because each waits for the others.
