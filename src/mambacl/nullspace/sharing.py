@@ -54,7 +54,7 @@ def passed_round(
                 place.copy_(mine[key].reshape(-1))
         if flat.numel():
             ranks.copy_from([flat], number)
-        found |= {key: t.view(*shapes[key]) for key, t in zip(keys, flat.split(sizes), strict=True)}
+        found |= {key: t.view(tuple(shapes[key])) for key, t in zip(keys, flat.split(sizes), strict=True)}
     return {key: found[key] for key in owners}
 
 
