@@ -1,11 +1,9 @@
 """Models that FSDP2 has cut over 2 and 3 processes: covariances, projected updates and energies are those of the whole
 model in one process, in float64 to 1e-10."""
 
-import copy
-
 import pytest
 import torch
-from block_models import PlainMamba, build, output
+from block_models import PlainMamba
 from processes import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard

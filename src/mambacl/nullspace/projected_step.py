@@ -13,7 +13,7 @@ same in fewer passes.
 The squared norms of each update, and of its share in protected directions, are added up along the way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,21 @@ from torch import Tensor
 from mambacl import ranks
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
+from mambacl.nullspace.fixed_parts import ClampedParts, FixedParts, move
 from mambacl.nullspace.on_ranks import CutParts, Exchange, Here, costs_of, energies_together
 from mambacl.nullspace.part_views import PartViews, Tensors
 from mambacl.nullspace.projectors import Decomposition
 from mambacl.nullspace.recursive import Clock, RecursiveParts
-from mambacl.nullspace.shards import Held, Layout, Piece, is_cut_across, layout_of, on_this_rank, pieces, pieces_of
+from mambacl.nullspace.shards import (
+    Held,
+    Layout,
+    Piece,
+    is_cut_across,
+    layout_of,
+    on_this_rank,
+    pieces_of,
+    whole,
+)
 from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel
 
@@ -35,7 +45,7 @@ from mambacl.ops.switch import takes_kernel
 # kernel again for other widths.
 ALIGNED = 16
 PADDING = 2.0  # a stack's widest basis has at most this many times the columns of its narrowest
-CARRIED, PROJECTOR, CLOCK = "carried.", "projector.", "clock"  # names in the state of a step
+CARRIED, PROJECTOR, MASTER, CLOCK = "carried.", "projector.", "master.", "clock"  # names in the state of a step
 
 
 class ProjectedStep:
@@ -51,6 +61,8 @@ class ProjectedStep:
         self.carried: dict[str, Tensor] = {}  # energy of this task's updates before a merge or `forget`
         self.shared = False
         """whether ranks that hold the same parameters share the projections out"""
+        self.masters: MutableMapping[str, Tensor] = {}
+        """float32 masters by parameter, which change with each step"""
         self._here = Here([(constraint, constraint in self._on_gradients) for constraint in self.constraints])
         self._counted = {
             part.name: (constraint, number)
@@ -149,9 +161,9 @@ class ProjectedStep:
         return sum({id(c.bases): c.bases.basis.nbytes for c in projected}.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What changes with each step: the energies so far and recursive projectors. All ranks call it."""
+        """What changes with each step: the energies so far, recursive projectors and masters. All ranks call it."""
         self.count_together()
-        return self._state()
+        return self._state() | {f"{MASTER}{name}": whole(tensor).clone() for name, tensor in self.masters.items()}
 
     def _state(self) -> dict[str, Tensor]:
         state = {name: constraint.energy[number] for name, (constraint, number) in self._counted.items()}
@@ -165,6 +177,7 @@ class ProjectedStep:
         self.carried = {n.removeprefix(CARRIED): row.cpu() for n, row in state.items() if n.startswith(CARRIED)}
         for one in self._here.counted:
             one.energy.zero_()
+        self.masters.update({n.removeprefix(MASTER): t.clone() for n, t in state.items() if n.startswith(MASTER)})
         for name, tensor in self._state().items():
             if name in state:
                 tensor.copy_(state[name])
@@ -185,74 +198,6 @@ class Snapshot:
             constraint.restrict(tensors, present, before, counted)
         if self.exchange is not None:
             self.exchange(tensors)
-
-
-class FixedParts:
-    """Parts and entire parameters that do not train."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
-
-    def on_this_rank(self, layout: Layout) -> "list[FixedParts]":
-        known = [part for part in self.parts if part.parameter in layout]
-        return [FixedParts([piece.part for part in known for piece in pieces(part, layout[part.parameter])])]
-
-    def copy(self, tensors: Tensors, present: list[int]) -> list[Tensor]:
-        return [self.parts[i].of(tensors[self.parts[i].parameter]).detach().clone() for i in present]
-
-    def restrict(self, tensors: Tensors, present: list[int], before: list[Tensor], counted: bool) -> None:
-        for i, old in zip(present, before, strict=True):
-            self.parts[i].of(tensors[self.parts[i].parameter]).copy_(old)
-
-
-class ClampedParts:
-    """Parts of A_log of one shape that stay in their boxes; without relaxation, protected values move by (1 - eta)
-    times their step."""
-
-    def __init__(self, parts: Sequence[Part], boxes: Sequence[Box], eta: float, relaxed: bool) -> None:
-        self.parts, self.eta, self.relaxed = list(parts), eta, relaxed
-        self.lower, self.upper = (torch.stack([getattr(box, end) for box in boxes]) for end in ("lower", "upper"))
-        self.protects = torch.isfinite(self.lower)
-        self.energy = torch.zeros(len(parts), 4, dtype=torch.float64, device=self.lower.device)
-        self.firsts, self.counts = [0] * len(self.parts), True
-        self._views = PartViews(self.parts, Part.of)
-
-    def on_this_rank(self, layout: Layout) -> "list[ClampedParts]":
-        found: dict[tuple[bool, torch.Size], list[tuple[Part, Box]]] = {}
-        for number, piece, counts, _ in pieces_of(self.parts, layout):
-            own = Box(self.lower[number][piece.rows], self.upper[number][piece.rows])
-            found.setdefault((counts, own.lower.shape), []).append((piece.part, own))
-        made = []
-        for (counts, _), some in found.items():
-            made.append(ClampedParts([part for part, _ in some], [box for _, box in some], self.eta, self.relaxed))
-            made[-1].counts = counts
-        return made
-
-    def copy(self, tensors: Tensors, present: list[int]) -> Tensor:
-        values = torch.stack(self._views(tensors, present))
-        _to(self, values.device, "lower", "upper", "protects", "energy")
-        return values
-
-    def restrict(self, tensors: Tensors, present: list[int], before: Tensor, counted: bool) -> None:
-        chosen: slice | list[int] = slice(None) if len(present) == len(self.parts) else present
-        views = self._views(tensors, present)
-        new, old, protects = torch.stack(views), before, self.protects[chosen]
-        if self.relaxed:
-            lower, upper = self.lower[chosen], self.upper[chosen]
-            allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # an empty box fixes A
-        else:
-            allowed = torch.where(protects, old + (1 - self.eta) * (new - old), new)
-        if counted and self.counts:  # for a relaxed part, the protected share is what its box cuts off
-            change, applied = new - old, allowed - old
-            outside, let_through = (
-                (change - applied, 0 * applied) if self.relaxed else (change * protects, applied * protects)
-            )
-            norms = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (change, outside, applied, let_through)]
-            self.energy[chosen] += torch.stack(norms, dim=1).double().square()
-        torch._foreach_copy_(views, list(allowed.unbind(0)))
-
-    def update_energy(self, number: int) -> Tensor:
-        return self.energy[number]
 
 
 class ProjectedParts:
@@ -306,7 +251,7 @@ class ProjectedParts:
     def copy(self, tensors: Tensors, present: list[int]) -> Tensor:
         values = torch.stack(self.matrices(tensors, present))
         self.bases.to(values.device)
-        _to(self, values.device, "energy")
+        move(self, values.device, "energy")
         return values
 
     def restrict(self, tensors: Tensors, present: list[int], before: Tensor, counted: bool) -> None:
@@ -412,7 +357,7 @@ class StackedBases:
 
     def to(self, device: torch.device) -> None:
         """Moves to the device of the parameters."""
-        _to(self, device, "basis", "identity", "factor", "holds_null_space", "widths")
+        move(self, device, "basis", "identity", "factor", "holds_null_space", "widths")
 
     def decomposition(self, place: int) -> Decomposition:
         spectrum, ranks = self.spectra[place]
@@ -463,14 +408,6 @@ def _by_shape(
     return [ProjectedParts([part for part, _ in some], [p for _, p in some], bases) for some in together.values()]
 
 
-def clamped_parts(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, relaxed: bool) -> list[ClampedParts]:
-    """One `ClampedParts` per shape."""
-    alike: dict[torch.Size, list[Part]] = {}
-    for part in parts:
-        alike.setdefault(boxes[part.name].lower.shape, []).append(part)
-    return [ClampedParts(members, [boxes[part.name] for part in members], eta, relaxed) for members in alike.values()]
-
-
 def restrict_steps(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], current: Callable[[], ProjectedStep]
 ) -> None:
@@ -479,9 +416,3 @@ def restrict_steps(
     taken: list[Snapshot] = []
     optimizer.register_step_pre_hook(lambda *_: taken.append(current().snapshot(named)))
     optimizer.register_step_post_hook(lambda *_: taken.pop().restrict(named, counted=False))
-
-
-def _to(holder: object, device: torch.device, *names: str) -> None:
-    for name in names:
-        if getattr(holder, name).device != device:
-            setattr(holder, name, getattr(holder, name).to(device))

@@ -24,6 +24,7 @@ from mambacl.nullspace.blocks import Block, Part, cut_again, named_parameters
 from mambacl.nullspace.covariance import Covariance
 from mambacl.nullspace.description import Protected, describe, what_is_protected
 from mambacl.nullspace.elementwise import Activity, box
+from mambacl.nullspace.fixed_parts import FixedParts, clamped_parts
 from mambacl.nullspace.growth import grown_features, weight_directions
 from mambacl.nullspace.memory import (
     FROM_COVARIANCES,
@@ -33,8 +34,8 @@ from mambacl.nullspace.memory import (
     from_tensors,
     to_tensors,
 )
-from mambacl.nullspace.optimizer import register_projection
-from mambacl.nullspace.projected_step import FixedParts, ProjectedStep, clamped_parts, projected_parts
+from mambacl.nullspace.optimizer import inner_optimizer, register_projection
+from mambacl.nullspace.projected_step import ProjectedStep, projected_parts
 from mambacl.nullspace.projectors import Decomposition, Key, Projector, basis_dtype, decompose_features
 from mambacl.nullspace.recursive import RecursiveParts, mean_rows
 from mambacl.nullspace.selection import Protection, Selection
@@ -42,6 +43,7 @@ from mambacl.nullspace.settings import KINDS, Setting, setting_named, system_nam
 from mambacl.nullspace.shards import of_whole_shape, whole
 from mambacl.nullspace.statistics import Accumulator, Features, gather, value
 
+MASTER = ".master"  # ends the name of a float32 master in a state
 DECOMPOSED_BY = ("rank", "rank_step", "below_at_first", "rank_over", "spectrum", "storage")
 """fields of a setting that determine ranks and bases"""
 FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax", "acts_on", "alpha")
@@ -101,6 +103,8 @@ class NullSpace:
         self._watching: list[Any] = []
         """handles of the hooks that show the inputs of training to recursive projectors"""
         self.share_steps = share_steps
+        self.masters: dict[str, Tensor] = {}
+        """float32 masters by parameter: see `wrap`"""
         self.projected_step = ProjectedStep()
         self.protected: Protected | None = None
         """how much the rank rule protects; None before the first consolidation, or if nothing is projected"""
@@ -160,18 +164,21 @@ class NullSpace:
 
     # Training
 
-    def wrap(self, optimizer: torch.optim.Optimizer, steps: int = 0) -> torch.optim.Optimizer:
+    def wrap(self, optimizer: torch.optim.Optimizer, steps: int = 0, *, masters: bool = False) -> torch.optim.Optimizer:
         """Returns the same optimizer; its steps are projected from now on, and rows that do not train stay the same.
         Wrapping it again has no effect, except that `steps`, the number of steps of this task, restarts the decay of
-        alpha of recursive projectors; without it, alpha has its last value."""
+        alpha of recursive projectors; without it, alpha has its last value. `masters`: float32 copies of parameters in
+        half precision take up the updates, and the parameters are their rounding."""
         if steps:
             self.projected_step.clock.start(steps)
         if self.setting.projector == "recursive" and not self._watching:
             for block in self.selection.blocks:
                 self._watching += block.register_hooks(partial(self._show, block))
-        if optimizer not in self._wrapped:
-            register_projection(optimizer, self.model, self.selection, lambda: self.projected_step)
-            self._wrapped.add(optimizer)
+        inner = inner_optimizer(optimizer)
+        if inner not in self._wrapped:
+            kept = self.masters if masters else None
+            register_projection(inner, self.model, self.selection, lambda: self.projected_step, kept)
+            self._wrapped.add(inner)
         return optimizer
 
     def _show(self, block: Block, features: Features) -> None:
@@ -297,7 +304,7 @@ class NullSpace:
             ],
             setting.acts_on,
         )
-        self.projected_step.shared = self.share_steps
+        self.projected_step.shared, self.projected_step.masters = self.share_steps, self.masters
         for one in recursive.values():
             one.clock = self.projected_step.clock
         self._recursive: dict[str, list[tuple[RecursiveParts, tuple[str, ...]]]] = {}
@@ -405,7 +412,8 @@ class NullSpace:
         """Everything gathered so far, by parameter name and rows. Parts that share a feature share its tensors."""
         projectors = {key: constraint.projector for key, constraint in self._recursive_by_key().items()}
         memory = dataclasses.replace(self.memory, decompositions=self._decompositions(), projectors=projectors)
-        return to_tensors(memory, self.selection.protections, self.setting.keep_tasks)
+        tensors = to_tensors(memory, self.selection.protections, self.setting.keep_tasks)
+        return tensors | {f"{name}{MASTER}": whole(master).clone() for name, master in self.masters.items()}
 
     def _recursive_by_key(self) -> dict[Key, RecursiveParts]:
         found = self.projected_step.recursive()
@@ -417,6 +425,8 @@ class NullSpace:
 
     def _load(self, state: Mapping[str, Tensor], setting: Setting, decomposed: bool) -> None:
         named = of_whole_shape(named_parameters(self.model))
+        masters = {name.removesuffix(MASTER): t for name, t in state.items() if name.endswith(MASTER)}
+        state = {name: tensor for name, tensor in state.items() if not name.endswith(MASTER)}
         memory = from_tensors(state, self.selection.protections, named, setting.keep_tasks)
         for one in memory.statistics:
             one.covariances = {key: self._store.put(covariance) for key, covariance in one.covariances.items()}
@@ -428,6 +438,8 @@ class NullSpace:
         except BaseException:
             self.setting = before
             raise
+        self.masters.clear()
+        self.masters.update({name: tensor.clone() for name, tensor in masters.items()})
 
     def save(self, path: str | Path) -> None:
         """Writes the state as safetensors, and creates the folder if needed; tensors that parts share are written
