@@ -110,7 +110,7 @@ def two_tasks(name, kind, how=None, parts=1, built="before"):
 
 
 def same(actual, expected, limit=LIMIT):
-    """Relative to the largest value."""
+    """Relative to the largest value; where everything is protected, only rounding is left."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         if isinstance(tensor, dict):
@@ -120,7 +120,7 @@ def same(actual, expected, limit=LIMIT):
         else:
             scale = tensor.double().abs().max().item()
             difference = (actual[name].double() - tensor.double()).abs().max().item()
-            assert difference <= limit * max(scale, 1e-6), (name, difference, scale)
+            assert difference <= limit * max(scale, 1e-5), (name, difference, scale)
 
 
 def all_cases(processes):
