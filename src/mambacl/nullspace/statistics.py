@@ -85,11 +85,13 @@ def gather(
     batches: Iterable[Any],
     forward: Callable[..., Any] | None = None,
     products: torch.dtype = torch.float64,
+    in_parts: bool = True,
 ) -> int:
     """Sends batches through `forward`, by default the model, in evaluation mode, and adds the sources' features, in the
     precision `products`, to the accumulators. Returns the number of images.
 
-    With several processes, each passes its own share of the batches, and all end with the same totals.
+    With several processes, each passes its own share of the batches, and all end with the same totals. Without
+    `in_parts`, each passes all batches.
     """
     seen = {(source, label): 0 for source, accumulators in wanted.items() for label in accumulators}
     labels: dict[str, Any] = {}
@@ -113,7 +115,7 @@ def gather(
 
     with watching(list(wanted), show) as runs, evaluating(model), torch.no_grad():
         images = run_batches(batches, model if forward is None else forward, next(model.parameters()).device, labels)
-    images = _over_processes(wanted, images)
+    images = _over_processes(wanted, images) if in_parts else images
     if images == 0:
         raise UserError("There are no images to gather features from: the loader is empty.")
     for source, accumulators in wanted.items():
