@@ -133,6 +133,9 @@ def test_the_shares_of_several_processes_are_the_batch(dataset: DataSet, augment
             part = part if part.stop > part.start else slice(0, 1)
             assert torch.equal(own, images[part]) and torch.equal(own_labels, labels[part])
         assert sum(part.stop - part.start for part in parts) == len(labels)
+    turns = [list(batches.shared(Share(of, number, in_turns=True))) for number in range(of)]  # type: ignore[attr-defined]
+    assert_same_batches([turns[i % of][i // of] for i in range(len(whole))], whole)
+    assert [len(own) for own in turns] == [len(range(number, len(whole), of)) for number in range(of)]
 
 
 @pytest.mark.parametrize("room", [0, 2000])

@@ -69,8 +69,8 @@ def one_step(name: str, images_count: int, accumulate: int) -> tuple[dict[str, T
         if task + 1 < tasks:
             step(images[own], labels[own], 1.0, of)
             step.take_sums()
-            mine = ranks.part(images_count) if method.finishes_in_parts else slice(None)
-            method.finish_task([(images[mine], labels[mine])])
+            batches = [(images[i : i + 2], labels[i : i + 2]) for i in range(0, images_count, 2)]
+            method.finish_task(batches[ranks.rank() :: ranks.count()] if method.adds_up else batches)
             if method.classifier.updates:
                 mine = ranks.part(images_count)
                 method.fit_classifier([(images[own], labels[mine])])
@@ -106,8 +106,8 @@ def test_the_gradient_of_every_method_is_that_of_one_process(count: int) -> None
 @pytest.mark.usefixtures("doubles")
 def test_pieces_and_empty_parts_change_no_gradient() -> None:
     """Two images for three processes, and parts of two pieces each."""
+    names = ["sequential", "coda-prompt", "mamba-cl"]
     for images, accumulate in ((2, 1), (7, 2)):
-        names = ["sequential", "coda-prompt", *(["mamba-cl"] if images > 2 else [])]  # it needs an image per process
         alone = steps(names, images, 1)
         for rank, found in enumerate(on_ranks(3, steps, names, images, accumulate)):
             for name, expected in alone.items():
@@ -244,16 +244,6 @@ def test_a_loss_of_whole_batches_is_refused(tmp_path: Path) -> None:
 
 def train_method(folder: Path, method: str) -> None:
     train(folder, method=method, options=OPTIONS.get(method, {}))
-
-
-def test_more_processes_than_images_are_refused(tmp_path: Path) -> None:
-    few = {**CONFIG["training"], "covariance_batch_size": 1}
-    found = outcomes(2, train_with, tmp_path / "run", few)
-    assert all("would get none of a batch or task of 1 images" in str(one.error) for one in found)
-
-
-def train_with(folder: Path, training: dict[str, Any]) -> None:
-    train(folder, training=training)
 
 
 def test_all_processes_hear_what_the_first_is_told(tmp_path: Path) -> None:

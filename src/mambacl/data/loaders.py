@@ -28,15 +28,18 @@ Sample = tuple[int, int | None]  # an image's index, and its augmentation's seed
 
 @dataclass(frozen=True)
 class Share:
-    """The part of each batch that one of several processes loads."""
+    """What one of several processes loads: a part of each batch, or `in_turns` every so many batches."""
 
     of: int = 1
     number: int = 0
+    in_turns: bool = False
 
     def cut(self, length: int, batch_size: int) -> list[NDArray[np.int64]]:
-        """The positions of this part in each batch of `length` images. A part that would be empty is the batch's first
-        image, because every process has to send something through the model."""
+        """The positions of this process's images in each of its batches, of `length` images in all. Instead of an empty
+        part there is the batch's first image, because every process has to send something through the model."""
         batches = [np.arange(start, min(start + batch_size, length)) for start in range(0, length, batch_size)]
+        if self.in_turns:
+            return batches[self.number :: self.of]
         own = [batch[ranks.part(len(batch), self.of, self.number)] for batch in batches]
         return [mine if len(mine) else batch[:1] for mine, batch in zip(own, batches, strict=True)]
 
@@ -54,10 +57,10 @@ class CpuLoader:
     share: Share = Share()
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.batch_size)
+        return len(self.share.cut(len(self.samples), self.batch_size))
 
     def shared(self, share: Share) -> "CpuLoader":
-        """The same batches, of which this loads only a part."""
+        """The same batches, of which this loads only a share."""
         return replace(self, share=share)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -110,10 +113,10 @@ class BatchedLoader:
     share: Share = Share()
 
     def __len__(self) -> int:
-        return -(-len(self.places) // self.batch_size)
+        return len(self.share.cut(len(self.places), self.batch_size))
 
     def shared(self, share: Share) -> "BatchedLoader":
-        """The same batches, of which this loads only a part."""
+        """The same batches, of which this loads only a share."""
         return replace(self, share=share)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

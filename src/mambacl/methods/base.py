@@ -124,9 +124,9 @@ class Method:
     """whether `loss` is a mean over images that do not affect each other, so that the losses of parts of a batch,
     weighted by their sizes, add up to that of the batch; terms without images count in each part"""
 
-    finishes_in_parts: ClassVar[bool] = False
-    """whether `finish_task` adds up over the processes of a run what each finds in its own part of the images; if not,
-    each gets all of them"""
+    adds_up: ClassVar[bool] = False
+    """whether `finish_task` adds up over the processes of a run what each finds in its own batches; if not, each gets
+    all batches"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model.eval().requires_grad_(False), setup

@@ -152,11 +152,11 @@ def build(
         model.eval()
         check_image_size(model, stream.transforms.size, config.backbone)
         method = _method(config, folder, stream, method_class, model.to(device))
-        check_parts(config.training, method, stream)
+        check_parts(config.training, method)
     return Parts(config, model, stream, method, device, loop, watch, described)
 
 
-def check_parts(recipe: Recipe, method: Method, stream: Stream) -> None:
+def check_parts(recipe: Recipe, method: Method) -> None:
     """Refuses to cut batches into pieces, or to share them among processes, if that would change the result."""
     processes = ranks.count()
     if method.trains and not method.splits and (recipe.accumulate > 1 or processes > 1):
@@ -164,12 +164,6 @@ def check_parts(recipe: Recipe, method: Method, stream: Stream) -> None:
         raise UserError(
             f"The images of a batch affect each other in the loss of '{method.name}', so it cannot go through the "
             f"model in pieces: {remedy}."
-        )
-    fewest = min([recipe.covariance_batch_size, *map(stream.train_count, range(len(stream.tasks)))])
-    if method.finishes_in_parts and fewest < processes:
-        raise UserError(
-            f"Some of the {processes} processes would get none of a batch or task of {fewest} images: use fewer "
-            "processes, or a larger training.covariance_batch_size."
         )
 
 

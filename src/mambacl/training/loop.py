@@ -217,17 +217,17 @@ class Loop:
         done = (epoch + (share if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
         return recipe.lr_factor(done) * phase.rate
 
-    # This process's part of the work
+    # This process's share of the work
 
-    def _own(self, batches: Batches) -> Batches:
-        """This process's part of each batch, and at least one image of it."""
+    def _own(self, batches: Batches, in_turns: bool = False) -> Batches:
+        """This process's part of each batch, and at least one image of it; or `in_turns`, every so many batches."""
         if ranks.count() == 1:
             return batches
-        return batches.shared(Share(ranks.count(), ranks.rank()))  # type: ignore[attr-defined]
+        return batches.shared(Share(ranks.count(), ranks.rank(), in_turns))  # type: ignore[attr-defined]
 
     def _parts(self, batches: Batches, images: int, size: int, all_batches: bool = False) -> Batches:
-        """The same for batches of `size` of so many `images`, with a label for each image that is this process's: none
-        in a batch with too few images for all. Such batches are left out, unless all processes have to meet in each."""
+        """Parts of batches of `size` of so many `images`, with a label for each image that is this process's: none in a
+        batch with too few images for all. Such batches are left out, unless all processes have to meet in each."""
         return batches if ranks.count() == 1 else self._labelled(batches, images, size, all_batches)
 
     def _labelled(self, batches: Batches, images: int, size: int, all_batches: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -249,9 +249,8 @@ class Loop:
         return self.stream.train_batches(task, epoch, size, passes, **self._stored())
 
     def _finishing_batches(self, task: int) -> Batches:
-        size = self.recipe.covariance_batch_size
-        batches = self.stream.plain_batches(task, size, **self._stored())
-        return self._parts(batches, self._count(task), size) if self.method.finishes_in_parts else batches
+        batches = self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
+        return self._own(batches, in_turns=True) if self.method.adds_up else batches
 
     def _count(self, task: int) -> int:
         """Images in one pass over a task."""
@@ -290,7 +289,7 @@ class Loop:
         recipe = self.recipe
         if consolidates(self.method):
             self._phase("covariance", "consolidating", task, self._count(task))
-        parts = ranks.count() if self.method.finishes_in_parts else 1
+        parts = ranks.count() if self.method.adds_up else 1
         done = self.method.finish_task(self.progress.over(self._finishing_batches(task), parts))
         if self.method.stores_images:
             self.method.keep_images(partial(self.stream.train_image, task))
