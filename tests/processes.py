@@ -78,7 +78,7 @@ def _context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "mambacl"])
+    context.set_forkserver_preload(["torch.distributed.fsdp", "mambacl.nullspace.space"])
     return context
 
 
