@@ -96,6 +96,8 @@ def train(
         parts.stream.dataset.check()
         described = parts.described.result()
     with folder.locked():
+        if folder.exists() and not overwrite:
+            raise UserError(f"Another process has trained {folder.path} meanwhile: repeat the command to continue it.")
         folder.clear()
         folder.create(resolved, described)
         with watch.phase("checkpoints"):
@@ -146,7 +148,7 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         return Run(folder.path, folder.results())
     _check_root(folder, config)
     with folder.locked():
-        folder.clear_covariances()
+        folder.clear_left_over()
         started = (folder.checkpoints / BACKBONE).exists()
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
@@ -296,8 +298,8 @@ def _note_end(loop: Loop, status: str) -> None:
     loop.trackers.close(status)
     with suppress(OSError):  # a full disk may have stopped the run
         loop.background.wait()
-    with suppress(OSError):
-        loop.write_results(status)
+    with suppress(OSError, UserError):
+        loop.note_end(status)
 
 
 @contextmanager
