@@ -92,13 +92,14 @@ class State:
         return f"killed before {self.before}"
 
 
-def states(root: Path, to: Path, work: Callable[[], Any]) -> list[State]:
-    """The states of the folder `root` while `work` is done, each different one once, and the one after it."""
+def states(root: Path, to: Path, work: Callable[[], Any], unfinished: bool = False) -> list[State]:
+    """The states of the folder `root` while `work` is done, each different one once, and the one after it.
+    `unfinished`: also those that differ only by a file that is being written."""
     found: list[State] = []
     seen: set[str] = set()
 
     def keep(operation: str, path: Path) -> None:
-        if not root.exists() or (digest := _digest(root)) in seen:
+        if not root.exists() or (digest := _digest(root, unfinished)) in seen:
             return
         seen.add(digest)
         name = re.sub(r"\.\d+\.", ".", os.path.relpath(path, root))
@@ -112,12 +113,15 @@ def states(root: Path, to: Path, work: Callable[[], Any]) -> list[State]:
     return found
 
 
-def _digest(root: Path) -> str:
-    """Of all names and contents; of unfinished files, only that there are any."""
+def _digest(root: Path, unfinished: bool) -> str:
+    """Of all names and contents; of unfinished files, at most the names."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        digest.update(re.sub(r"\.\d+\.part$", "", path.relative_to(root).as_posix()).encode() + b"\0")
-        if path.is_file() and path.suffix != ".part" and path.name not in BY_TIME:
+        whole = path.suffix != ".part"
+        if path.name in BY_TIME or not (whole or unfinished):
+            continue
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        if path.is_file() and whole:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

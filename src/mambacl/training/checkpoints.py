@@ -97,11 +97,13 @@ class TaskState:
     text: Mapping[str, str]
 
     def on_cpu(self) -> "TaskState":
-        """A copy in main memory, to be written while training continues. Tensors that are already there are never
-        changed in place, so they are not copied. Names that share a tensor still share it."""
+        """A copy in main memory, to be written while training continues: the next task can change the sums in place.
+        Names that share a tensor still share it."""
         copies: dict[int, Tensor] = {}
-        tensors = {name: copies.setdefault(id(t), t.detach().cpu()) for name, t in self.tensors.items()}
-        return dataclasses.replace(self, tensors=tensors)
+        for tensor in self.tensors.values():
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        return dataclasses.replace(self, tensors={name: copies[id(t)] for name, t in self.tensors.items()})
 
     def nbytes(self) -> int:
         return nbytes(self.tensors)

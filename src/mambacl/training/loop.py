@@ -105,7 +105,7 @@ class Loop:
         self.room = KEPT
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Trains from the beginning, or from a checkpoint, to the end. Returns the results, which the caller writes when
+        """Trains from the beginning, or from a checkpoint, to the end. Returns the results; the caller writes them when
         nothing else is left to do."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
