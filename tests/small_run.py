@@ -3,8 +3,8 @@
 It is for tests of files, bits and messages. Its accuracy is close to chance whatever is done: `learning_run` has a run
 that learns.
 
-Run as a script it trains into the folder given. With a number of lines and seconds, it kills itself these seconds after
-metrics.jsonl has so many lines.
+Run as a script it trains into the folder given. With a number of lines, seconds and a signal, it sends itself the
+signal these seconds after metrics.jsonl has so many lines.
 """
 
 import os
@@ -61,18 +61,18 @@ def backbone_for(method: str) -> dict[str, Any]:
     return {**own, **({**VIT, "pretrained": False} if METHODS.get(method).needs_attention else {})}
 
 
-def kill_after(events: Path, lines: int, seconds: float) -> None:
+def signal_after(events: Path, lines: int, seconds: float, name: str) -> None:
     while not events.exists() or events.read_bytes().count(b"\n") < lines:
         time.sleep(0.001)
     time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[name])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("MAMBACL_TEST_THREADS", "1")))
     if len(sys.argv) > 2:
-        after = (Path(sys.argv[1]) / "metrics.jsonl", int(sys.argv[2]), float(sys.argv[3]))
-        threading.Thread(target=kill_after, args=after, daemon=True).start()
+        when = (Path(sys.argv[1]) / "metrics.jsonl", int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+        threading.Thread(target=signal_after, args=when, daemon=True).start()
     import mambacl
 
     mambacl.train(CONFIG, out=sys.argv[1])

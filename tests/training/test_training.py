@@ -333,7 +333,7 @@ def test_sigkill_at_three_random_moments(uninterrupted: Path, tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": str(Path(mambacl.__file__).parents[1])}
     rng, folder = random.Random(), tmp_path / "run"  # other moments each time
     for lines in sorted(rng.sample(range(1, 10), 3)):  # of the 12 of the whole run
-        arguments = [sys.executable, str(script), str(folder), str(lines), str(rng.uniform(0, 0.02))]
+        arguments = [sys.executable, str(script), str(folder), str(lines), str(rng.uniform(0, 0.02)), "SIGKILL"]
         assert subprocess.run(arguments, env=environment, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
         assert json.loads(results_text(folder) or "{}").get("status") in (None, "running")
     command = [sys.executable, str(script), str(folder)]
