@@ -115,7 +115,7 @@ class RunFolder:
     def clear(self) -> None:
         """Removes only the files that a run writes. At any moment what is left is a run that `resume` can train to its
         end, or none: results.json goes first, so that it is not finished any more; its checkpoints follow from the
-        last one on, and config.yaml is the last file."""
+        last one on, and config.yaml goes when the rest of a run is gone."""
         for name in (RESULTS, LEARNED):
             (self.path / name).unlink(missing_ok=True)
         for name in (LAST, PREVIOUS, TASK_END):
@@ -126,7 +126,7 @@ class RunFolder:
         self.clear_left_over()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, STREAM, CONFIG):
+        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, CONFIG, STREAM):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_checkpoints(self) -> None:
