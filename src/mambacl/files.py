@@ -193,7 +193,7 @@ _held: set[int] = set()  # descriptors of this process that hold locks
 def locked(lock: Path, busy: str | None = None) -> Iterator[None]:
     """Holds a lock file, which one process at a time can hold, and removes it at the end. The file says which process
     that is. If it is another one, raises an error, or waits without `busy`, the words of the error after that process:
-    "is training DIR: wait for it.". The lock ends with the process, even if killed, and whatever it has started.
+    "is training DIR: wait for it.". The lock ends with the process, even if that is killed and its workers live on.
 
     On a network file system it counts between machines only if the file system passes `flock` on to its server, as NFS
     does unless it is mounted with `local_lock` or `nolock`. Elsewhere it counts between the processes of one machine.

@@ -214,11 +214,12 @@ class RunFolder:
         write_json(self.path / RESULTS, results)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Adds the seconds of a phase after the run itself."""
-        results = self.results()
-        known = results.setdefault("seconds", {})
-        known[phase] = known.get(phase, 0.0) + seconds
-        self.write_results(results)
+        """Adds the seconds of a phase after the run itself, unless another process has begun to train it again."""
+        with suppress(UserError), self.locked():
+            results = self.results()
+            known = results.setdefault("seconds", {})
+            known[phase] = known.get(phase, 0.0) + seconds
+            self.write_results(results)
 
     def audit(self) -> dict[str, Any]:
         """The audit; empty if the file is missing."""
