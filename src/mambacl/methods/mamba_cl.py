@@ -23,6 +23,7 @@ class MambaCL(Method):
     name = "mamba-cl"
     summary = "fine-tuning in the null space of earlier tasks (the paper's method)"
     adds_up = True
+    takes_shards = True
 
     def setting(self) -> Setting:
         """How the null space is built and applied."""
@@ -34,7 +35,8 @@ class MambaCL(Method):
         return SYSTEMS[rule].override(**{name: getattr(self.setup.setting, name) for name in STORED}, **changes)
 
     def make_tuning(self) -> Tuning:
-        self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder)
+        shares = self.setup.share_steps
+        self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder, share_steps=shares)
         if self.space.setting.acts_on == "gradient":  # gradients, and recursive projectors, are new in each step
             self.recordable = False  # type: ignore[misc]
         self.step_state: dict[str, Tensor] = {}

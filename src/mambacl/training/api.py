@@ -102,13 +102,15 @@ def train(
         ranks.decide(parts.stream.dataset.check)
         described = parts.described.result()
 
+    weights = checkpoints.backbone_state(parts.model)
+
     def start() -> None:
         if folder.exists() and not again:
             raise UserError(f"Another process has trained {folder.path} meanwhile: repeat the command to continue it.")
         folder.clear()
         folder.create(resolved, described)
         with watch.phase("checkpoints"):
-            checkpoints.save_backbone(folder, parts.model)
+            checkpoints.save_backbone(folder, weights)
 
     with _locked(folder):
         ranks.decide(start)
@@ -167,10 +169,6 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         return Run(folder.path, folder.results())
     _check_root(folder, config)
 
-    def start() -> None:
-        folder.checkpoints.mkdir(exist_ok=True)
-        checkpoints.save_backbone(folder, parts.model)
-
     with _locked(folder):
         ranks.decide(folder.clear_left_over)
         started = ranks.decide((folder.checkpoints / BACKBONE).exists)
@@ -178,7 +176,9 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         with watch.phase("data"):
             check_stream(folder, parts.described.result())
         if not started:
-            ranks.decide(start)
+            weights = checkpoints.backbone_state(parts.model)
+            folder.checkpoints.mkdir(exist_ok=True)
+            ranks.decide(lambda: checkpoints.save_backbone(folder, weights))
         checkpoint = ranks.decide(lambda: checkpoints.load(folder)) if started else None
         if checkpoint is not None:
             position = checkpoint.position
