@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,7 +77,9 @@ def execute(task: Task) -> int:
     """Runs the task here and returns its exit code: what a process of Ray or of SLURM does."""
     process = launch(task)
     try:
-        return process.wait()
+        while process.poll() is None:  # Ray interrupts Python, but not a system call
+            time.sleep(0.1)
+        return process.returncode
     except BaseException:  # the engine ends this process
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
