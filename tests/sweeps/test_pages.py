@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_help import code, commands, words
-from sweeps_help import InProcess
+from sweeps_help import QUICK, InProcess
 
 import mambacl
 from mambacl.cli import COMMANDS
@@ -49,12 +49,12 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(driver, "EVERY", 0.0)
     engine = InProcess()
     monkeypatch.setattr(api, "open_engine", lambda *_: engine)
-    small = {"stream.train_per_class": 4, "stream.transforms.image_size": 16, "stream.tasks": 2, "device": "cpu"}
+    small = {name: QUICK[name] for name in ("backbone", "backbone_options", "pretrained", "stream", "device")}
     for name in ("sweep", "tune"):
         monkeypatch.setattr(mambacl, name, functools.partial(getattr(mambacl, name), **small), raising=False)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(text.replace("[500, 1000, 2000]", "[5, 10, 20]"), names := {})
-    assert len(engine.started) == 4 + 3 * 2 and list(names["found"].runs) == engine.started[:4]
-    assert names["tuned"].best.point["classifier_options.width"] in (5, 10, 20)
+        exec(text.replace("[1000, 2000]", "[5, 20]"), names := {})
+    assert len(engine.started) == 4 and list(names["found"].runs) == engine.started[:2]
+    assert names["tuned"].best.point["classifier_options.width"] in (5, 20)
     assert names["tuned"].options.is_file() and "report.html" in printed.getvalue()

@@ -108,6 +108,8 @@ def tune(
         print(words, file=sys.stderr)
     if found.best is not None:
         print(f"Best options: {found.options}, for `mambacl train {found.options}`")
+    else:
+        print("No point has all its runs, so there is no choice.", file=sys.stderr)
     print(f"All points: {found.folder / EVIDENCE}")
     return _say_failed(entries)
 

@@ -1,6 +1,7 @@
 """Jobs of SLURM, through submitit: all machines must see the working folder."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ class Job:
         self.job.cancel(check=False)
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A job that could not be submitted."""
+
+    how: Ending
+
+    def ending(self) -> Ending:
+        return self.how
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class Slurm:
     """`options` are submitit's and SLURM's, such as partition, timeout_min and gpus_per_node. `cluster: local` is
     submitit's own executor, which needs no SLURM."""
@@ -55,7 +70,10 @@ class Slurm:
             raise UserError(f"--slurm: {first_line(error)}") from None
 
     def start(self, task: Task) -> Handle:
-        return Job(self.executor.submit(execute, task))
+        try:
+            return Job(self.executor.submit(execute, task))
+        except Exception as error:  # SLURM has refused it; maybe only for now
+            return Refused(Ending(1, f"the job was refused: {first_line(error)}"))
 
     def close(self) -> None: ...
 
