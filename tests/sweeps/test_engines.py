@@ -111,6 +111,18 @@ def test_jobs_of_submitit_tell_how_they_end(tmp_path: Path) -> None:
 
 @pytest.mark.extras
 @SUBMITIT
+def test_a_job_that_is_refused_has_failed(tmp_path: Path) -> None:
+    from mambacl.sweeps.engines.slurm import open_engine
+
+    engine = open_engine(None, {"cluster": "local"}, tmp_path, on_cpu=True)
+    (tmp_path / ".jobs").rename(tmp_path / "moved")
+    (tmp_path / ".jobs").write_text("a file where submitit has its folder")
+    ending = wait_for(engine.start(Task("one", ("-c", ""), str(tmp_path / "log"), str(tmp_path))))
+    assert ending.code == 1 and ending.words.startswith("the job was refused: ")
+
+
+@pytest.mark.extras
+@SUBMITIT
 def test_without_slurm_the_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mambacl.sweeps.engines.slurm import open_engine
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mambacl.errors import UserError
 from mambacl.log import logger
+from mambacl.options import nested
 from mambacl.status import status
 from mambacl.sweeps.driver import Sweep
 from mambacl.sweeps.engines import EngineName, engine_options, open_engine
@@ -64,8 +65,6 @@ def sweep(
     slurm; `engine_options`: what it gets per run, e.g. {"num_gpus": 1}. `jobs`: runs at the same time. `overrides`:
     options of every run.
     """
-    from mambacl.options import nested
-
     plan = read(source, nested(overrides), None if out is None else Path(out))
     work = Work(engine, jobs, engine_options, retries)
     entries = train_all(plan, work, make_view())

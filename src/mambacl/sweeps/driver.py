@@ -44,9 +44,10 @@ class Elsewhere:
             return None
         return Ending(0 if is_finished(self.run) else 1)
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """It is not this sweep's to stop."""
 
-    def kill(self) -> None: ...
+    kill = stop
 
 
 class Sweep:
@@ -138,7 +139,7 @@ class Sweep:
 
     def _stop(self) -> None:
         """Stops what runs. A second Ctrl-C does not wait."""
-        active = [entry for entry in self.entries if entry.handle is not None]
+        active = [entry for entry in self.entries if entry.handle is not None and entry.state != ELSEWHERE]
         handles = [entry.handle for entry in active if entry.handle is not None]
         if handles:
             self.view.say(f"Stopping {len(handles)} run{'s' * (len(handles) > 1)}; Ctrl-C again does not wait.")
@@ -163,7 +164,7 @@ class Sweep:
 
 
 def _still(handles: Iterable[Handle]) -> list[Handle]:
-    return [handle for handle in handles if not isinstance(handle, Elsewhere) and handle.ending() is None]
+    return [handle for handle in handles if handle.ending() is None]
 
 
 def task_of(entry: Entry, imports: Sequence[Path] = ()) -> Task:

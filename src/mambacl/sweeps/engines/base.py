@@ -97,6 +97,8 @@ def first_line(error: BaseException) -> str:
 def kill_group(process: "subprocess.Popen[bytes]") -> None:
     """Ends a task and the processes that it has started, at once."""
     if process.poll() is None:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if hasattr(os, "killpg"):
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()

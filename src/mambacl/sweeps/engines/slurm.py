@@ -28,10 +28,9 @@ class Job:
             return Ending(1, f"job {self.job.job_id}, {self.job.state}: {first_line(error)}")
 
     def stop(self) -> None:
-        self.job.cancel(check=False)
+        self.job.cancel(check=False)  # SLURM itself ends what does not end in time
 
-    def kill(self) -> None:
-        self.job.cancel(check=False)
+    kill = stop
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,10 @@ class Refused:
     def ending(self) -> Ending:
         return self.how
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """It does not run."""
 
-    def kill(self) -> None: ...
+    kill = stop
 
 
 class Slurm:
