@@ -71,8 +71,11 @@ def test_runs_are_trained_once_and_compared(
 
     assert main(["sweep", path]) == 0 and len(engine.started) == 2  # nothing is left to do
     capsys.readouterr()
+    before = json.loads(Path("runs/few/sweep.json").read_text())["runs"]
     assert main(["sweep", str(write_sweep(tmp_path, seeds=[0, 1, 7])), "--keep", "results", "--quiet"]) == 0
     assert engine.started[2:] == ["small-analytic-7"]
+    assert json.loads(Path("runs/few/sweep.json").read_text())["runs"][:2] == before  # with attempts and seconds
+    assert all(run["attempts"] == 1 and run["seconds"] > 0 for run in before)
     assert not list(Path("runs/few/small-analytic-7/checkpoints").glob("*.safetensors"))
     assert list(Path("runs/few/small-analytic-0/checkpoints").glob("*.safetensors"))
     assert "small-analytic-7" not in capsys.readouterr().err  # --quiet

@@ -1,6 +1,7 @@
 """Trains the runs of a sweep on an engine: skips finished runs, continues interrupted ones, tries failed ones again."""
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,6 +66,7 @@ class Sweep:
         self.plan, self.view, self.retries, self.imports = plan, view, retries, imports
         self.keep_checkpoints = keep_checkpoints
         self.entries = entries_of(plan.runs)
+        self._remember()
 
     def run(self, engine: Engine) -> list[Entry]:
         """Trains all runs. Returns those that failed. After Ctrl-C, first stops those that run."""
@@ -156,6 +158,16 @@ class Sweep:
         for entry in active:
             entry.handle = None
             entry.state = FINISHED if is_finished(entry.run) else INTERRUPTED
+
+    def _remember(self) -> None:
+        """What it took to finish runs before, as sweep.json has it. Never an error: it is only told."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads((self.plan.folder / STATES).read_text(encoding="utf-8"))
+            known = {run["run"]: run for run in content["runs"]}
+            for entry in self.entries:
+                if entry.state == FINISHED and entry.run.key in known:
+                    before = known[entry.run.key]
+                    entry.attempts, entry.seconds = int(before["attempts"]), float(before["seconds"])
 
     def _record(self) -> None:
         counts = {state: sum(entry.state == state for entry in self.entries) for state in (FINISHED, FAILED)}

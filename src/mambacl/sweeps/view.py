@@ -63,7 +63,7 @@ class View:
             known = self.shown.get(entry.run.key)
             self.shown[entry.run.key] = now
             silent = entry.state in (WAITING, NOT_STARTED, INTERRUPTED, QUEUED, FAILED)
-            if known == now or silent or (known is None and entry.attempts == 0 and entry.state == FINISHED):
+            if known == now or silent or (known is None and entry.state == FINISHED):
                 continue
             _, state, place, accuracy, left = cells(entry)
             words = [state, place, f"accuracy {accuracy}" if accuracy else "", f"{left} left" if left else ""]
