@@ -183,7 +183,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     Path("runs/few").mkdir(parents=True)
     with (
         RunFolder(Path("runs/few")).locked(),
-        pytest.raises(UserError, match="Another process works on runs/few: wait for it, or choose another --out"),
+        pytest.raises(UserError, match="works on runs/few: wait for it, or choose another --out"),
     ):
         sweep.run(InProcess())
 

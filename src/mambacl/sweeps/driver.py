@@ -72,7 +72,7 @@ class Sweep:
         """Trains all runs. Returns those that failed. After Ctrl-C, first stops those that run."""
         folder = self.plan.folder
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", f"Another process works on {folder}: wait for it, or choose another --out."):
+        with locked(folder / ".lock", f"works on {folder}: wait for it, or choose another --out."):
             if self.plan.text:
                 write_bytes(folder / SWEEP, self.plan.text.encode())
             self._record()
