@@ -15,7 +15,7 @@ from mambacl.methods import METHODS, Setup, Task
 from mambacl.training.step import TrainingStep
 
 TRAINING = [name for name in METHODS.names() if METHODS.get(name).trains]
-BATCH_EFFECTS = {"cl-lora", "lgcl", "lora-drs", "mamba-fscil", "ovor", "sema"}
+BATCH_EFFECTS = {"cl-lora", "lgcl", "lora-drs", "mamba-fscil", "ovor", "owm", "sema"}
 TERMS = 10**5  # of all sums on the way through a tiny model and back
 
 

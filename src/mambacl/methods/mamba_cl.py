@@ -36,6 +36,8 @@ class MambaCL(Method):
         self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder)
         if self.space.setting.acts_on == "gradient":  # gradients, and recursive projectors, are new in each step
             self.recordable = False  # type: ignore[misc]
+        if self.space.setting.projector == "recursive":  # absorbs the mean input of the batch, which a piece is not
+            self.splits = False
         self.step_state: dict[str, Tensor] = {}
         """from a checkpoint: state of the projected step, loaded with the projectors"""
         return ModelParameters(self.model, self.space.trained_names())

@@ -36,7 +36,7 @@ from mambacl.nullspace.memory import (
 from mambacl.nullspace.optimizer import register_projection
 from mambacl.nullspace.projected_step import FixedParts, ProjectedStep, clamped_parts, projected_parts
 from mambacl.nullspace.projectors import Decomposition, Key, Projector, basis_dtype, decompose_features
-from mambacl.nullspace.recursive import RecursiveParts, mean_rows
+from mambacl.nullspace.recursive import RecursiveParts, in_backward, mean_rows
 from mambacl.nullspace.selection import Protection, Selection
 from mambacl.nullspace.settings import KINDS, Setting, setting_named, system_named
 from mambacl.nullspace.statistics import Accumulator, Features, gather, value
@@ -170,7 +170,7 @@ class NullSpace:
 
     def _show(self, block: Block, features: Features) -> None:
         """Notes what a forward pass with gradients feeds to parts with recursive projectors."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_backward():
             return
         with torch.no_grad():
             for constraint, inputs in self._recursive.get(block.name, ()):

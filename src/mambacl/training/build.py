@@ -24,6 +24,7 @@ from mambacl.training.loop import Loop, consolidates
 from mambacl.training.progress import Progress
 from mambacl.training.seconds import Watch
 from mambacl.training.tracking import Trackers
+from mambacl.tuning import recompute
 
 T = TypeVar("T")
 
@@ -149,6 +150,8 @@ def build(
             checkpoints.load_backbone(folder, model)
         model.eval()
         check_image_size(model, stream.transforms.size, config.backbone)
+        if config.training.recompute:
+            recompute(model)
         method = _method(config, folder, stream, method_class, model.to(device))
         if config.training.accumulate > 1 and not method.splits:
             raise UserError(

@@ -1,0 +1,106 @@
+"""Gradient checkpointing in training: the same steps bit for bit, for every method and backbone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from backbones_help import DEPTHS, model_of_depths
+from small_run import CONFIG, OPTIONS, backbone_for
+from torch import nn
+
+import mambacl
+from mambacl.errors import UserError
+from mambacl.methods import METHODS, Setup, Task
+from mambacl.nullspace import recursive
+from mambacl.nullspace.settings import Setting
+from mambacl.training.step import TrainingStep
+from mambacl.tuning import recompute
+
+TRAINING = [name for name in METHODS.names() if METHODS.get(name).trains and name != "inf-ssm"]
+CPU = torch.device("cpu")
+
+
+def trained(name: str, model: nn.Module, again: bool, tasks: int, setting: Setting | None = None) -> dict:
+    """The state after a few steps in each task, whose batches go through the model in two pieces if they may."""
+    if again:
+        recompute(model)
+    setup = Setup(setting or Setting(rank="energy:0.9"), options=OPTIONS.get(name, {}), tasks=tasks)
+    method = METHODS.get(name)(model, setup)
+    torch.manual_seed(0)
+    for task in range(tasks):
+        images, labels = torch.randn(5, 3, 16, 16), torch.tensor([0, 1, 1, 0, 1]) + 2 * task
+        method.start_task(Task(task, 2, first_label=2 * task, seed=task, steps=2))
+        method.start_epoch(0, lambda given=(images, labels): [given])
+        named = [pair for role in method.named_parameters().values() for pair in role]
+        groups = [{"params": [p for _, p in named], "lr": 1e-2, "base_lr": 1e-2}]
+        optimizer = method.wrap(torch.optim.Adam(groups))
+        step = TrainingStep(method, optimizer, CPU, False, False, accumulate=2 if method.splits else 1)
+        for _ in range(2):
+            step(images, labels, 1.0)
+        gradients = {f"gradient of {name}": p.grad for name, p in named if p.grad is not None}
+        assert any(gradient.any() for gradient in gradients.values())
+        method.finish_task([(images, labels)])
+        if task + 1 < tasks and method.classifier.updates:
+            method.fit_classifier([(images, labels)])
+    return {**method.state_dict(), **method.task_state_dict(), **gradients}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_every_method_takes_the_same_steps(name: str, tiny_model_for: Callable[[str], nn.Module]) -> None:
+    tasks = 1 if METHODS.get(name).first_task_only else 2
+    kept, again = (trained(name, tiny_model_for(name), on, tasks) for on in (False, True))
+    assert kept.keys() == again.keys()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in kept.items())
+
+
+@pytest.mark.parametrize("name", ["sequential", "mamba-cl"])
+@pytest.mark.parametrize("family", DEPTHS)
+def test_every_backbone_takes_the_same_steps(family: str, name: str) -> None:
+    """VMamba's blocks shrink images four times, so that 16 pixels are enough."""
+    setting = Setting(rank="energy:0.9", layers="all" if family == "vit_nano" else "ssm")
+    kept, again = (trained(name, model_of_depths(family), on, 2, setting) for on in (False, True))
+    assert all(torch.equal(tensor, again[key]) for key, tensor in kept.items())
+
+
+def test_names_stay_and_it_can_be_switched_off(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    names = [*model.state_dict()], [name for name, _ in model.named_modules()]
+    recompute(model)
+    assert model.grad_checkpointing and names == ([*model.state_dict()], [name for name, _ in model.named_modules()])
+    recompute(model, False)
+    assert not model.grad_checkpointing
+
+
+def test_recursive_projectors_absorb_a_batch_once(tiny_model: Callable[..., nn.Module], monkeypatch) -> None:
+    """Hooks inside the blocks run again in the backward pass, with other rows if the model has changed since."""
+    calls = []
+    monkeypatch.setattr("mambacl.nullspace.space.mean_rows", lambda rows: calls.append(1) or recursive.mean_rows(rows))
+    counts = []
+    for again in (False, True):
+        calls.clear()
+        trained("owm", tiny_model(), again, 1)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+    assert not recursive.in_backward()
+
+
+def test_inf_ssm_refuses_it(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    recompute(model)
+    with pytest.raises(UserError, match=r"set training\.recompute to false"):
+        METHODS.get("inf-ssm")(model, Setup())
+
+
+@pytest.mark.usefixtures("few_test_images")
+def test_a_run_is_the_same(tmp_path: Path) -> None:
+    made = {}
+    for again in (False, True):
+        out, training = tmp_path / str(again), {**CONFIG["training"], "passes": 1, "recompute": again, "accumulate": 2}
+        mambacl.train({**CONFIG, **backbone_for("mamba-cl"), "training": training}, out=str(out))
+        made[again] = (
+            json.loads((out / "results.json").read_text())["correct"],
+            [entry["loss"] for line in (out / "metrics.jsonl").open() if "loss" in (entry := json.loads(line))],
+        )
+    assert made[False] == made[True]
