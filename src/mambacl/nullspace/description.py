@@ -59,7 +59,7 @@ def _how(setting: Setting) -> str:
         how += f" (on real images it protects few directions, {EVERYDAY} more)"
     if setting.relax > 0:
         how += f", A relaxed by {setting.relax}"
-    for name in ("rank_over", "storage", "covariances", "keep_tasks"):
+    for name in ("rank_over", "storage", "covariances", "projectors", "keep_tasks"):
         if getattr(setting, name) != getattr(Setting(), name):
             how += f", {name} {str(getattr(setting, name)).lower()}"
     if setting.scaling == "frobenius":

@@ -27,8 +27,8 @@ from mambacl.nullspace.elementwise import Activity, box
 from mambacl.nullspace.growth import grown_features, weight_directions
 from mambacl.nullspace.memory import (
     FROM_COVARIANCES,
-    CovarianceStore,
     Memory,
+    Store,
     TaskStatistics,
     from_tensors,
     to_tensors,
@@ -68,7 +68,7 @@ class NullSpace:
     the rank rules of "paper" and "public-code" protect few directions, and that of "exact" leaves nearly none to learn
     with: hence the rank above. `rule`: instead of a setting, the rule of another system for all linear layers: "gpm",
     "dual-gpm", "nscl", "owm" or "osf". `leave`: modules to ignore, e.g. the classifier; parameters added to the model
-    later are ignored, too. `folder`: for covariances kept on disk.
+    later are ignored, too. `folder`: for what is kept on disk.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class NullSpace:
         self.selection = Selection(self.model, self.setting, (leave,) if isinstance(leave, str) else leave)
         self.memory = Memory()
         kept_in = None if folder is None else Path(folder)
-        self._store = CovarianceStore(self.setting.covariances, self._device(), kept_in)
+        device, places = self._device(), self.setting
+        self._store = Store(places.covariances, device, kept_in)
+        self._projector_store = Store(places.projectors, device, kept_in, pinned=device.type == "cuda")
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._watching: list[Any] = []
         """handles of the hooks that show the inputs of training to recursive projectors"""
@@ -273,7 +275,8 @@ class NullSpace:
         clamped = [p.part for p in selection.protections if p.name in boxes]
         others_fixed = setting.others == "fixed" or (setting.others == "first-task" and memory.tasks > 0)
         others = [Part("other", name) for name in selection.others] if others_fixed else []
-        projected = projected_parts(uses, selection.shapes, setting.eta, setting.scaling, dtype, device)
+        keep = None if setting.projectors == "device" else self._projector_store.put
+        projected = projected_parts(uses, selection.shapes, setting.eta, setting.scaling, dtype, device, keep)
         recursive = self._recursive_parts(memory.projectors)
         self.projected_step = ProjectedStep(
             [
