@@ -7,6 +7,7 @@ from statistics import median
 from torch import Tensor
 
 from mambacl.nullspace.projectors import Decomposition
+from mambacl.nullspace.rounding import in_words
 from mambacl.nullspace.selection import Selection
 from mambacl.nullspace.settings import KINDS, Setting
 
@@ -62,6 +63,7 @@ def _how(setting: Setting) -> str:
     for name in ("rank_over", "storage", "covariances", "projectors", "keep_tasks"):
         if getattr(setting, name) != getattr(Setting(), name):
             how += f", {name} {str(getattr(setting, name)).lower()}"
+            how += f" ({cost})" if name == "storage" and (cost := in_words(setting.storage)) else ""
     if setting.scaling == "frobenius":
         how += ", projectors divided by their norm, so that most of their effect is a smaller step"
     return how
