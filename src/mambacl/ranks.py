@@ -1,30 +1,47 @@
 """The processes that train one run together, and what they exchange. `torchrun` starts and numbers them: the ranks.
 
 In a single process everything here does nothing: there is one path for one process and for many. All ranks call the
-functions below in the same order, because each waits for the others.
+functions below in the same order, because each waits for the others. PyTorch is imported only when there is something
+to exchange.
 """
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mambacl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 
 
+def launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
 def count() -> int:
-    """Number of processes."""
-    processes = torch.distributed
-    together = processes.is_available() and processes.is_initialized()
-    return processes.get_world_size() if together else 1
+    """Number of processes that have joined: 1 before `join`."""
+    torch = sys.modules.get("torch")
+    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    return torch.distributed.get_world_size()
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
-    return torch.distributed.get_rank() if count() > 1 else 0
+    """The number of this process, from 0; known before it has joined."""
+    if count() > 1:
+        import torch
+
+        return torch.distributed.get_rank()
+    return int(os.environ["RANK"]) if launched() else 0
 
 
 def is_first() -> bool:
@@ -32,9 +49,42 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def launched() -> bool:
-    """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+def on_machine() -> tuple[int, int]:
+    """The number of this process on its machine, from 0, and how many there are on it."""
+    if not launched():
+        return 0, 1
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the processes again after one of them died."""
+    return launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def join(device: torch.device) -> None:
+    """Joins the processes that torchrun has started, until this process ends; `device` is this process's. Without
+    torchrun, and the second time, it does nothing."""
+    import torch
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if not launched() or torch.distributed.is_initialized():
+        return
+    on_gpu = device.type == "cuda"
+    store, number, size = next(rendezvous("env://"))
+    # A restarted process would find the addresses of the dead ones under the same names.
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=number, world_size=size, device_id=device if on_gpu else None
+    )
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def part(length: int, of: int | None = None, number: int | None = None) -> slice:
@@ -48,6 +98,8 @@ def part(length: int, of: int | None = None, number: int | None = None) -> slice
 def sum_(tensors: Iterable[Tensor], largest: bool = False) -> None:
     """Replaces each tensor by the sum over all ranks, in its own precision; `largest`: by the elementwise maximum."""
     if count() > 1:
+        import torch
+
         kind = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
         for tensor in tensors:
             torch.distributed.all_reduce(tensor, kind)
@@ -56,23 +108,59 @@ def sum_(tensors: Iterable[Tensor], largest: bool = False) -> None:
 def copy_from(tensors: Iterable[Tensor], source: int = 0) -> None:
     """Replaces each tensor by that of one rank."""
     if count() > 1:
+        import torch
+
         for tensor in tensors:
             torch.distributed.broadcast(tensor, source)
+
+
+def rows(own: Tensor) -> Tensor:
+    """The rows of all ranks, one rank after another; ranks can have different numbers of them, or none."""
+    if count() == 1:
+        return own
+    import torch
+
+    lengths = together(len(own))
+    padded = own.new_zeros(max(lengths), *own.shape[1:])
+    padded[: len(own)] = own
+    found = [torch.empty_like(padded) for _ in lengths]
+    torch.distributed.all_gather(found, padded)
+    return torch.cat([rows[:length] for rows, length in zip(found, lengths, strict=True)])
 
 
 def from_first(value: T) -> T:
     """The first rank's value, which can be any Python object; other ranks' values are ignored."""
     if count() == 1:
         return value
+    import torch
+
     found: list[Any] = [value]
     torch.distributed.broadcast_object_list(found, 0)
     return found[0]
+
+
+def decide(work: Callable[[], T]) -> T:
+    """What `work` returns in the first rank, which alone does it; or the `UserError` that it raises there, in all."""
+    if count() == 1:
+        return work()
+    outcome: tuple[Any, UserError | None] = None, None
+    if is_first():
+        try:
+            outcome = work(), None
+        except UserError as error:
+            outcome = None, error
+    value, refusal = from_first(outcome)
+    if refusal is not None:
+        raise refusal
+    return value
 
 
 def together(value: T) -> Sequence[T]:
     """Every rank's value, by rank."""
     if count() == 1:
         return [value]
+    import torch
+
     found: list[Any] = [None] * count()
     torch.distributed.all_gather_object(found, value)
     return found
@@ -81,18 +169,17 @@ def together(value: T) -> Sequence[T]:
 def wait() -> None:
     """Waits until all ranks are here."""
     if count() > 1:
+        import torch
+
         torch.distributed.barrier()
 
 
-@contextmanager
-def joined(device: torch.device) -> Iterator[None]:
-    """Joins the processes that torchrun has started; `device` is this process's."""
-    if not launched() or torch.distributed.is_initialized():
-        yield
-        return
-    on_gpu = device.type == "cuda"
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that another process is gone."""
+    if count() == 1:
+        return False
+    import torch
+
+    words = ("gloo", "nccl", "connection closed", "connection reset")
+    of_backend = isinstance(error, torch.distributed.DistError)
+    return of_backend or (isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words))

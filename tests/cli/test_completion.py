@@ -49,7 +49,7 @@ def test_presets_models_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_options_and_their_values() -> None:
     assert completed("train", "demo", "--training.opt") == ["--training.optimizer"]
     assert completed("train", "demo", "--comp") == ["--compare"]
-    assert completed("resume", "--") == ["--device", "--root", "--quiet", "--import", "--help"]
+    assert completed("resume", "--") == ["--device", "--root", "--gpus", "--quiet", "--import", "--help"]
     assert completed("train", "--training.optimizer", "") == ["adam", "adamw", "sgd"]
     assert completed("train", "--training.optimizer=ad") == ["--training.optimizer=adam", "--training.optimizer=adamw"]
     assert completed("train", "--training.optimizer", "=", "sg") == ["sgd"]  # what bash makes of it

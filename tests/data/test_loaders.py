@@ -15,12 +15,13 @@ from torchvision.transforms.v2 import functional as TF
 from training_help import assert_same_run, interrupted_after
 
 import mambacl
+from mambacl import ranks
 from mambacl.config import resolve
 from mambacl.data import ArrayImages, DataSet, Stream, TransformConfig, Transforms, loaders, open_dataset
 from mambacl.data.augment_params import operations
 from mambacl.data.autoaugment import NONE
 from mambacl.data.image_cache import CachedImages, ImageCache, main_memory
-from mambacl.data.loaders import BatchedLoader
+from mambacl.data.loaders import BatchedLoader, Share
 from mambacl.errors import UserError
 from mambacl.training import build as build_module
 
@@ -110,10 +111,31 @@ def test_blocks_change_nothing(dataset: DataSet, augment: str, most: int, monkey
     monkeypatch.setattr(loaders, "block_values", lambda device: most)
     batches = stream(dataset, augment=augment).train_batches(1, 0, 4, repeats=2)
     assert isinstance(batches, BatchedLoader)
-    blocks = batches._blocks(most)
-    assert len(blocks) > 1 and [b.start for b in blocks[1:]] == [b.stop for b in blocks[:-1]]
-    assert all(block.start % 4 == 0 for block in blocks) and blocks[-1].stop == len(batches.places)
+    ends = np.array([*range(0, len(batches.places), 4), len(batches.places)])
+    blocks = batches._blocks(batches.places, ends, most)
+    assert len(blocks) > 1 and [first for first, _ in blocks[1:]] == [last for _, last in blocks[:-1]]
+    assert blocks[0][0] == 0 and blocks[-1][1] == len(expected)
     assert_same_batches(batches, expected)
+
+
+@pytest.mark.parametrize("engine", ["batched", "torchvision"])
+@pytest.mark.parametrize("augment", ["none", "autoaugment-cifar"])
+@pytest.mark.parametrize("of", [1, 2, 3, 7])
+def test_the_shares_of_several_processes_are_the_batch(dataset: DataSet, augment: str, engine: str, of: int) -> None:
+    """Each image in one share, with the pixels that it has alone. A share without an image has the batch's first."""
+    batches = stream(dataset, engine, augment=augment).train_batches(1, 0, 4)
+    whole = list(batches)
+    shares = [list(batches.shared(Share(of, number))) for number in range(of)]  # type: ignore[attr-defined]
+    assert all(len(share) == len(whole) == len(batches) for share in shares)
+    for step, (images, labels) in enumerate(whole):
+        parts = [ranks.part(len(labels), of, number) for number in range(of)]
+        for part, (own, own_labels) in zip(parts, (share[step] for share in shares), strict=True):
+            part = part if part.stop > part.start else slice(0, 1)
+            assert torch.equal(own, images[part]) and torch.equal(own_labels, labels[part])
+        assert sum(part.stop - part.start for part in parts) == len(labels)
+    turns = [list(batches.shared(Share(of, number, in_turns=True))) for number in range(of)]  # type: ignore[attr-defined]
+    assert_same_batches([turns[i % of][i // of] for i in range(len(whole))], whole)
+    assert [len(own) for own in turns] == [len(range(number, len(whole), of)) for number in range(of)]
 
 
 @pytest.mark.parametrize("room", [0, 2000])

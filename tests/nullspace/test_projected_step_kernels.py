@@ -10,7 +10,7 @@ from test_projected_parts import case, made, projection, random_like
 from tolerance import assert_near, rounding
 
 from mambacl.nullspace import Part
-from mambacl.nullspace.projected_step import MOST_ADDRESSES
+from mambacl.nullspace.part_views import MOST_ADDRESSES
 
 HERE = torch.device(DEVICE)
 
@@ -195,7 +195,7 @@ def test_places_that_a_recorded_step_reads_are_kept(monkeypatch):
     kept = [tensors(shapes, seed) for seed in range(MOST_ADDRESSES + 3)]
     places = []
     for number, after in enumerate(kept):
-        monkeypatch.setattr("mambacl.nullspace.projected_step._recording", lambda _, now=number == 1: now)
+        monkeypatch.setattr("mambacl.nullspace.part_views._recording", lambda _, now=number == 1: now)
         step.project(tensors(shapes, 1), after)
         places.append(weakref.ref(parts.matrices.addresses(after).addresses))
     assert places[0]() is None and places[2]() is None and places[1]() is not None

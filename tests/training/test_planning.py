@@ -131,6 +131,12 @@ def test_nothing_more_is_switched_on_than_needed() -> None:
     found = switched(large, Switches(), load, MACHINE, limit=alone / 3)
     assert [name for name, _ in found] == ["as given", "training.accumulate 4"]
     assert peak(large, found[-1][1], load, MACHINE) <= alone / 3 < peak(large, Switches(2), load, MACHINE)
+    limit = peak(large, Switches(2, recompute=True), load, MACHINE)
+    assert peak(large, Switches(16), load, MACHINE) > limit
+    found = switched(large, Switches(), load, MACHINE, limit)
+    assert [name for name, _ in found] == [
+        "as given", "training.accumulate 16", "training.recompute true", "training.accumulate 2, enough then",
+    ]  # fmt: skip
     found = switched(large, Switches(), load, MACHINE, limit=alone / 100)
     assert [name for name, _ in found][:3] == ["as given", "training.accumulate 16", "training.recompute true"]
 

@@ -4,12 +4,14 @@ during the work exits with 1."""
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from mambacl import ranks
 from mambacl.cli.bench import (
     bench,
     bench_against,
@@ -132,16 +134,20 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_name()
     level = logger.level
+    if ranks.launched():  # before PyTorch is imported: no warning from each process that all parameters are used
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not ranks.is_first():  # the first process of a run speaks for all
+        logger.setLevel(logging.ERROR)
     if arguments is None:  # this process exists only for the command
         count_from_process_start()
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a closed pipe is no error
         return code
-    except UserError as error:
-        return _fail(str(error), 2)
+    except UserError as error:  # all processes of a run meet it
+        return _fail(str(error), 2) if ranks.is_first() else 2
     except KeyboardInterrupt:
-        return _fail("Interrupted.", 130)
+        return _fail("Interrupted.", 130) if ranks.is_first() else 130
     except BrokenPipeError:  # the reader of our output has stopped
         sys.stderr.close()
         return 1
@@ -153,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mambacl.training.loop import TrainingError
 
         if isinstance(error, TrainingError):
-            return _fail(str(error), 1)
+            return _fail(str(error), 1) if ranks.is_first() or not error.everywhere else 1
         raise
     finally:
         logger.setLevel(level)  # --quiet is for this command only

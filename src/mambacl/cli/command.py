@@ -31,6 +31,8 @@ from mambacl.options import (
     walk,
 )
 
+GPUS = "gpus"  # the parameter of commands that can run in several processes
+
 
 @cache
 def all_options(config: type) -> Mapping[str, Option]:
@@ -104,6 +106,10 @@ class Command:
     def __call__(self, arguments: Sequence[str]) -> int:
         """Returns the exit code, which is 0 if the function returns none."""
         words, given, overrides = self.read(arguments)
+        if (processes := given.pop(GPUS, None)) is not None:
+            from mambacl.cli.launching import launch
+
+            return launch(self.name, arguments, processes)
         for name, kind in self.groups.items():
             given[name] = build(kind, {inner: given.pop(inner) for inner in options_of(kind) if inner in given})
         return self.function(*self._placed(words), **given, **overrides) or 0

@@ -13,6 +13,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mambacl import ranks
+from mambacl.cli.launching import Gpus
 from mambacl.config import Device, Tracker, preset_names, resolve
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -39,6 +41,7 @@ def train(
     overwrite: Annotated[bool, "train again if the run folder already has a run"] = False,
     skip_bad: Annotated[bool, "leave out images that cannot be read, and list them"] = False,
     track: Annotated[list[Tracker] | None, "also log to tensorboard, wandb, mlflow or trackio; repeatable"] = None,
+    gpus: Gpus = None,
     quiet: Quiet = False,
     import_: Imports = None,
     **overrides: Any,
@@ -109,6 +112,8 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
 
 def _show(runs: list[Run], comparison: Path | None = None) -> None:
     """Writes a report of each run and, if there are several, one that compares them; prints the table."""
+    if not ranks.is_first():
+        return
     with status("writing the report"):
         from mambacl.reports import comparison_table, load_run, write_report
         from mambacl.reports.rendering import to_text
@@ -136,6 +141,7 @@ def resume(
     *,
     device: AnotherDevice = None,
     root: NewRoot = None,
+    gpus: Gpus = None,
     quiet: Quiet = False,
     import_: Imports = None,
 ) -> None:
@@ -167,6 +173,8 @@ def evaluate(
         from mambacl.training.api import evaluate as evaluate_run
 
     again = evaluate_run(run, batch_size, device, scenario, root)
+    if not ranks.is_first():
+        return
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):
         print(f"task {task + 1:3}  {right:6} of {total[task]:6} correct  {right / total[task]:6.1%}")

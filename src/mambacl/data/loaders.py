@@ -5,7 +5,7 @@ Memory limits the size of a block, which does not change what the model sees.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mambacl import ranks
 from mambacl.data.augment_params import AugmentParams
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.image_cache import CachedImages, Group, free_bytes, on_device
@@ -26,6 +27,24 @@ Sample = tuple[int, int | None]  # an image's index, and its augmentation's seed
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one of several processes loads: a part of each batch, or `in_turns` every so many batches."""
+
+    of: int = 1
+    number: int = 0
+    in_turns: bool = False
+
+    def cut(self, length: int, batch_size: int) -> list[NDArray[np.int64]]:
+        """The positions of this process's images in each of its batches, of `length` images in all. Instead of an empty
+        part there is the batch's first image, because every process has to send something through the model."""
+        batches = [np.arange(start, min(start + batch_size, length)) for start in range(0, length, batch_size)]
+        if self.in_turns:
+            return batches[self.number :: self.of]
+        own = [batch[ranks.part(len(batch), self.of, self.number)] for batch in batches]
+        return [mine if len(mine) else batch[:1] for mine, batch in zip(own, batches, strict=True)]
+
+
+@dataclass(frozen=True)
 class CpuLoader:
     """Batches made image by image on the CPU, in worker processes if `workers` is not 0."""
 
@@ -35,13 +54,18 @@ class CpuLoader:
     samples: Sequence[Sample]
     batch_size: int
     workers: int
+    share: Share = Share()
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.batch_size)
+        return len(self.share.cut(len(self.samples), self.batch_size))
+
+    def shared(self, share: Share) -> "CpuLoader":
+        """The same batches, of which this loads only a share."""
+        return replace(self, share=share)
 
     def __iter__(self) -> Iterator[Batch]:
-        starts = range(0, len(self.samples), self.batch_size)
-        batches = [self.samples[start : start + self.batch_size] for start in starts]
+        cuts = self.share.cut(len(self.samples), self.batch_size)
+        batches: list[Sequence[Sample]] = [[self.samples[i] for i in cut.tolist()] for cut in cuts]
         return self._from_workers(batches) if self.workers else map(self.__getitems__, batches)
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
@@ -86,44 +110,53 @@ class BatchedLoader:
     batch_size: int
     seed: int | None
     """seed of the augmentation; None: as in evaluation"""
+    share: Share = Share()
 
     def __len__(self) -> int:
-        return -(-len(self.places) // self.batch_size)
+        return len(self.share.cut(len(self.places), self.batch_size))
+
+    def shared(self, share: Share) -> "BatchedLoader":
+        """The same batches, of which this loads only a share."""
+        return replace(self, share=share)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        labels = on_device(self.labels, self.transforms.device)
+        cuts = self.share.cut(len(self.places), self.batch_size)
+        own = np.concatenate(cuts) if cuts else np.zeros(0, dtype=np.int64)
+        places, ends = self.places[own], np.cumsum([0, *map(len, cuts)])
+        labels = on_device(self.labels[own], self.transforms.device)
         params = None
         if self.seed is not None:
             rng = np.random.Generator(np.random.PCG64(self.seed))
             params = self.transforms.sample(rng, self.images.sizes[self.places])
+            params = None if params is None else params.rows(own)
         most = block_values(self.transforms.device)
-        blocks = self._blocks(most)
+        blocks = self._blocks(places, ends, most)
 
-        def read(block: slice) -> list[Group]:
-            return list(self.images.groups(self.places[block], most))
+        def read(block: tuple[int, int]) -> list[Group]:
+            return list(self.images.groups(places[ends[block[0]] : ends[block[1]]], most))
 
         groups = map(read, blocks) if self.images.on_device else in_threads(read, blocks, threads=1, ahead=1)
-        for block, found in zip(blocks, groups, strict=True):
+        for (first, last), found in zip(blocks, groups, strict=True):
+            block = slice(ends[first], ends[last])
             images = self._prepared(found, None if params is None else params.rows(block), block.stop - block.start)
-            for start in range(0, len(images), self.batch_size):
-                part = slice(start, start + self.batch_size)
+            for batch in range(first, last):
+                part = slice(ends[batch] - block.start, ends[batch + 1] - block.start)
                 yield images[part], labels[block][part]
 
-    def _blocks(self, most: int) -> list[slice]:
-        """Groups consecutive batches into blocks with at most `most` values before and after the transforms, but at
-        least one batch."""
-        each = 3 * np.maximum(self.images.sizes[self.places].prod(1), self.transforms.size**2)
-        starts = range(0, len(self.places), self.batch_size)
-        blocks: list[slice] = []
+    def _blocks(self, places: NDArray[np.int64], ends: NDArray[np.int64], most: int) -> list[tuple[int, int]]:
+        """Groups consecutive batches into blocks, from a first batch up to another, with at most `most` values before
+        and after the transforms, but at least one batch. Batch i has the images from `ends[i]` to `ends[i + 1]`."""
+        each = 3 * np.maximum(self.images.sizes[places].prod(1), self.transforms.size**2)
+        blocks: list[tuple[int, int]] = []
         values = 0
-        for start in starts:
-            stop = min(start + self.batch_size, len(self.places))
-            values += int(each[start:stop].sum())
-            if blocks and values <= most:
-                blocks[-1] = slice(blocks[-1].start, stop)
+        for batch in range(len(ends) - 1):
+            own = int(each[ends[batch] : ends[batch + 1]].sum())
+            if blocks and values + own <= most:
+                blocks[-1] = blocks[-1][0], batch + 1
+                values += own
             else:
-                blocks.append(slice(start, stop))
-                values = int(each[start:stop].sum())
+                blocks.append((batch, batch + 1))
+                values = own
         return blocks
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mambacl import ranks
 from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.calibration import Calibration, calibrated
@@ -122,6 +123,10 @@ class Method:
     splits: bool = True
     """whether `loss` is a mean over images that do not affect each other, so that the losses of parts of a batch,
     weighted by their sizes, add up to that of the batch; terms without images count in each part"""
+
+    adds_up: ClassVar[bool] = False
+    """whether `finish_task` adds up over the processes of a run what each finds in its own batches; if not, each gets
+    all batches"""
 
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         self.model, self.setup = model.eval().requires_grad_(False), setup
@@ -356,15 +361,18 @@ class Method:
 
     @torch.no_grad()
     def fit_classifier(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Called after `finish_task`, with the same images, if the classifier is computed from features."""
+        """Called after `finish_task`, with the same images, if the classifier is computed from features. With several
+        processes, each computes the features of its own part of a batch, of which some images may have no label: they
+        do not count."""
         for images, labels in batches:
             images, labels, views = images.to(self.device), labels.to(self.device), []
+            every_label = ranks.rows(labels)
             for view in self._learned_views(images):
                 features = self.classifier_input(view)
                 with full_precision(features):  # autocast is for the backbone only
-                    views.append(at_least_float32(features))
-                    self.classifier.update(views[-1], labels)
-            self.kept.add(views, labels)
+                    views.append(ranks.rows(at_least_float32(features)[: len(labels)]))
+                    self.classifier.update(views[-1], every_label)
+            self.kept.add(views, every_label)
         with full_precision(next(self.model.parameters())):
             self.classifier.finish_task()
 

@@ -29,6 +29,7 @@ STORED = (
 class MambaCL(Method):
     name = "mamba-cl"
     summary = "fine-tuning in the null space of earlier tasks (the paper's method)"
+    adds_up = True
 
     def setting(self) -> Setting:
         """How the null space is built and applied."""

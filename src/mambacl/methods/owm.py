@@ -33,6 +33,7 @@ class OWM(MambaCL):
     name = "owm"
     summary = "all linear layers, gradients times projectors that absorb each batch (OWM)"
     options_class: ClassVar[type] = OWMOptions
+    splits = False  # projectors absorb the mean input of each batch
     steps = 0
 
     def setting(self) -> Setting:

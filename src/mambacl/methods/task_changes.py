@@ -62,5 +62,6 @@ class ChangesLayers(Method):
         found = {name: Covariance("in", ["in"]) for name in layers}
         sources = {name: plain_layer(layer, name) for name, layer in layers.items()}
         wanted = {source: {"in": found[name]} for name, source in sources.items() if source is not None}
-        gather(self.model, wanted, batches, self.features, getattr(torch, self.setup.setting.products))
+        products = getattr(torch, self.setup.setting.products)
+        gather(self.model, wanted, batches, self.features, products, in_parts=False)
         return {name: one.totals["covariance"] for name, one in found.items()}

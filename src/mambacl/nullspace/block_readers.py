@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mambacl.backbones.defocus import Mixer
 from mambacl.errors import UserError
 from mambacl.nullspace.blocks import BLOCK_READERS, Block, Part, batched, first_tensor, named_modules, plain_name
+from mambacl.nullspace.shards import whole
 from mambacl.nullspace.statistics import Features, Record
 from mambacl.ops.precision import at_least_float32, full_precision
 
@@ -27,7 +28,7 @@ def has(module: nn.Module, *names: str) -> bool:
 def step_sizes(dt: Tensor, weight: Tensor, bias: Tensor | None, bias_times: int = 1) -> Tensor:
     """softplus(W_dt dt + b), in float32 or better."""
     with full_precision(dt):
-        bias = None if bias is None else bias_times * bias
+        weight, bias = whole(weight), None if bias is None else bias_times * whole(bias)
         return F.softplus(at_least_float32(F.linear(dt.to(weight.dtype), weight, bias)))
 
 
@@ -104,7 +105,9 @@ def mamba_block(
             batch[:] = [len(tokens)]
 
             def windows(conv: str) -> Tensor:
-                u, z = F.linear(tokens, named.in_proj.weight, named.in_proj.bias).chunk(2, dim=-1)
+                layer = named.in_proj
+                bias = None if layer.bias is None else whole(layer.bias)
+                u, z = F.linear(tokens, whole(layer.weight), bias).chunk(2, dim=-1)
                 return convs[conv](u, z, getattr(module, conv))
 
             record({"tokens": tokens, **{conv: partial(windows, conv) for conv in convs}})

@@ -5,6 +5,7 @@ those for selective SSMs and plain layers. Other packages can add readers throug
 `mambacl.block_readers`.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,9 +33,13 @@ class Part:
     """the block's names for x, delta, ... if it has several of each"""
     mark: str = ""
     """ends the name, where the same rows are protected twice"""
+    whole: str = ""
+    """of what one rank holds of a part: that part's name"""
 
     @property
     def name(self) -> str:
+        if self.whole:
+            return self.whole
         rows = ",".join(f"{i}" if isinstance(i, int) else f"{i[0]}:{i[1]}" for i in self.index)
         return f"{self.parameter}[{rows}]{self.mark}" if self.index else f"{self.parameter}{self.mark}"
 
@@ -65,6 +70,7 @@ class Block(Source):
     parts: tuple[Part, ...]
     hooks: Callable[[Record], list[Any]]
     selective: bool = True  # a selective SSM, as opposed to a plain layer
+    may_rest: bool = False
 
     def register_hooks(self, record: Record) -> list[Any]:
         return self.hooks(record)
@@ -80,19 +86,34 @@ BLOCK_READERS: Registry[BlockReader] = Registry("block reader", "mambacl.block_r
 ADAPTERS = BLOCK_READERS  # the old name, used by packages that register in the old group
 
 
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # what `torch.compile` and checkpoint wrappers call a module
+
+
 def plain_name(name: str) -> str:
-    """A name without the prefix that `torch.compile` adds to the modules it wraps."""
-    return ".".join(word for word in name.split(".") if word != "_orig_mod")
+    """A name without what `torch.compile` and PyTorch's checkpoint wrappers add for the modules they wrap."""
+    return ".".join(word for word in name.split(".") if word not in WRAPPED)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names they have without `torch.compile`."""
+    """Parameters by the names they have without wrappers. Those that FSDP2 has gathered for a forward pass are cut
+    again first: an optimizer has the cut ones."""
+    cut_again(model)
     return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
+def cut_again(model: nn.Module) -> None:
+    """Frees the parameters that FSDP2 keeps gathered after a forward pass, for the backward pass."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+
+
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by the names they have without `torch.compile`, without the wrappers themselves."""
-    return {plain_name(name): module for name, module in model.named_modules() if not hasattr(module, "_orig_mod")}
+    """Modules by the names they have without wrappers, without the wrappers themselves."""
+    modules = model.named_modules()
+    return {plain_name(name): m for name, m in modules if not any(hasattr(m, word) for word in WRAPPED)}
 
 
 def batched(rows: Tensor, batch: int | None) -> Tensor:

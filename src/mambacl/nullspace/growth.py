@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mambacl.nullspace.blocks import Index
 from mambacl.nullspace.memory import Memory
-from mambacl.nullspace.projectors import Decomposition, Key
+from mambacl.nullspace.projectors import Decomposition, Key, all_decompositions
 from mambacl.nullspace.ranks import null_rank
 from mambacl.nullspace.selection import Protection
 from mambacl.nullspace.settings import Setting, parse_rank
+from mambacl.nullspace.shards import whole
+from mambacl.nullspace.sharing import failing_together, own, shared_out
 from mambacl.nullspace.subspaces import Subspace, complement, descending, dual_grown, nothing
+
+Place = tuple[str, tuple[Index, ...]]  # a weight: its parameter, and which rows of it
 
 
 def grown_features(
@@ -23,21 +28,35 @@ def grown_features(
     device: torch.device,
 ) -> dict[Key, Decomposition]:
     """Grows the subspace of each feature. `before`: those of earlier tasks, which grow by the newest task; without
-    them, all tasks are gone through in turn. With tasks that were not kept apart, their sum counts as one task."""
-    found = {}
-    for key in keys:
-        own, done = before.get(key), len(memory.statistics) - 1 if before else 0
-        for number in range(done, len(memory.statistics)):
-            newest = memory.statistics[number].covariances[key].to(device)
-            task = number if setting.keep_tasks else memory.tasks - 1
-            total = newest
-            for earlier in memory.statistics[:number]:
-                total = total + earlier.covariances[key].to(device)
-            share = parse_rank(setting.rank_at(task))[1]
-            assert share is not None
-            own = _grown_groups(own, newest, total, share, setting.below_at_first, dtype)
-        assert own is not None
-        found[key] = own
+    them, all tasks are gone through in turn. With tasks that were not kept apart, their sum counts as one task. Several
+    ranks share the features out."""
+    newest = memory.statistics[-1].covariances
+    owners = shared_out({key: float(newest[key].numel()) * newest[key].shape[-1] for key in keys})
+    with failing_together():
+        mine = {key: _grown(key, memory, before, setting, dtype, device) for key in own(owners)}
+    shapes = {key: newest[key].shape for key in keys}
+    return all_decompositions(mine, owners, shapes, dtype, torch.empty(0, dtype=torch.float64, device=device))
+
+
+def _grown(
+    key: Key,
+    memory: Memory,
+    before: Mapping[Key, Decomposition],
+    setting: Setting,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Decomposition:
+    found, done = before.get(key), len(memory.statistics) - 1 if before else 0
+    for number in range(done, len(memory.statistics)):
+        newest = memory.statistics[number].covariances[key].to(device)
+        task = number if setting.keep_tasks else memory.tasks - 1
+        total = newest
+        for earlier in memory.statistics[:number]:
+            total = total + earlier.covariances[key].to(device)
+        share = parse_rank(setting.rank_at(task))[1]
+        assert share is not None
+        found = _grown_groups(found, newest, total, share, setting.below_at_first, dtype)
+    assert found is not None
     return found
 
 
@@ -98,13 +117,23 @@ def of_weight(weight: Tensor, rule: str, dtype: torch.dtype) -> tuple[Decomposit
 def weight_directions(
     protections: Sequence[Protection], named: Mapping[str, Tensor], rule: str, dtype: torch.dtype
 ) -> dict[Key, Decomposition]:
-    """The directions of each protected weight, on the side on which it is protected."""
+    """The directions of each protected weight, on the side on which it is protected. Several ranks share the weights
+    out."""
+    places = {(p.part.parameter, p.part.index): p.part for p in protections}
+    blank = {name: torch.empty(named[name].shape, device="meta") for name, _ in places}
+    shapes = {place: part.of(blank[part.parameter]).shape for place, part in places.items()}
+    owners = shared_out({place: float(shape.numel()) * max(shape) for place, shape in shapes.items()})
+    mine = own(owners)
+    done: dict[Place, tuple[Decomposition, Decomposition]] = {}
+    with failing_together():
+        for place, part in places.items():
+            weight = whole(named[part.parameter].detach())  # all ranks gather it together
+            if place in mine:
+                done[place] = of_weight(part.of(weight), rule, dtype)
+    like = torch.empty(0, dtype=torch.float64, device=next(iter(named.values())).device)
     found: dict[Key, Decomposition] = {}
-    done: dict[tuple[str, object], tuple[Decomposition, Decomposition]] = {}
-    for protection in protections:
-        part = protection.part
-        place = (part.parameter, part.index)
-        if place not in done:
-            done[place] = of_weight(part.of(named[part.parameter]).detach(), rule, dtype)
-        found[protection.key] = done[place][part.side == "left"]
-    return found
+    for side in (False, True):
+        sizes = {place: (shape[0 if side else 1],) * 2 for place, shape in shapes.items()}
+        both = all_decompositions({place: done[place][side] for place in mine}, owners, sizes, dtype, like)
+        found |= {p.key: both[p.part.parameter, p.part.index] for p in protections if (p.part.side == "left") == side}
+    return {p.key: found[p.key] for p in protections}

@@ -6,7 +6,7 @@ Copies of a parameter in the optimizer's state, such as z of schedule-free optim
 Where the setting projects gradients, this happens in the first hook, before the optimizer sees them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,20 +15,33 @@ from torch import Tensor, nn
 from mambacl.errors import UserError
 from mambacl.log import logger
 from mambacl.nullspace.blocks import named_parameters
+from mambacl.nullspace.masters import HALF, Masters, check_no_closure
 from mambacl.nullspace.projected_step import ProjectedStep, Snapshot
 from mambacl.nullspace.selection import Selection
 
 COPIES = ("z", "x")  # entries of a schedule-free optimizer's state that are parameters themselves, not moments
 
 
-def register_projection(
-    optimizer: torch.optim.Optimizer, model: nn.Module, selection: Selection, current: Callable[[], ProjectedStep]
-) -> None:
-    """Makes every future step of the optimizer go through the projected step that is `current` then."""
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside a wrapper that passes steps on to it, as Accelerate's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"NullSpace.wrap needs a torch optimizer, got {type(optimizer).__name__}: pass the optimizer itself."
         )
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper's own hooks would not run
+        optimizer = getattr(optimizer, "optimizer")  # noqa: B009
+    return optimizer
+
+
+def register_projection(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    selection: Selection,
+    current: Callable[[], ProjectedStep],
+    kept: MutableMapping[str, Tensor] | None = None,
+) -> None:
+    """Makes every future step of the optimizer go through the projected step that is `current` then. `kept`: where
+    float32 masters of parameters in half precision are kept, by name; None: such parameters have none."""
 
     known: list[int] = []
     parameters: dict[str, Tensor] = {}
@@ -49,31 +62,57 @@ def register_projection(
         raise UserError(
             "NullSpace.wrap got an optimizer with none of the protected parameters: build it from space.parameters()."
         )
+    masters = None if kept is None else Masters(optimizer, kept)
+    if masters is None:
+        _warn_half_precision(selection, trained())
     keeps_copies = any("ScheduleFree" in kind.__name__ for kind in type(optimizer).__mro__)
     taken: dict[str, Snapshot] = {}
 
+    def stepped() -> dict[str, Tensor]:
+        """What the optimizer steps on."""
+        return trained() if masters is None else masters.current(trained())
+
     def copies(word: str) -> dict[str, Tensor]:
         """A copy that the first step creates starts as the parameter itself."""
-        moving = {name: p for name, p in trained().items() if p.grad is not None}
+        moving = {name: p for name, p in stepped().items() if p.grad is not None}
         return {name: optimizer.state.get(p, {}).get(word, p) for name, p in moving.items()}
 
-    def before_step(*_: Any) -> None:
-        current().project_gradients(trained())
-        taken[""] = current().snapshot(trained())
+    def before_step(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if masters is not None:
+            check_no_closure(arguments, named)
+            masters.enter(trained())
+        current().project_gradients(stepped())
+        taken[""] = current().snapshot(stepped())
         for word in COPIES if keeps_copies else ():
             taken[word] = current().snapshot(copies(word))
 
     def after_step(*_: Any) -> None:
-        taken.pop("").restrict(trained())
+        taken.pop("").restrict(stepped())
         for word in list(taken):
             now = copies(word)
-            made = {name: copy for name, copy in now.items() if copy is not trained()[name]}
+            made = {name: copy for name, copy in now.items() if copy is not stepped()[name]}
             before = taken.pop(word)
             if made and len(made) == len(now):
                 before.restrict(made, counted=False)
+        if masters is not None:
+            masters.leave()
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
+    if masters is not None:  # a state is loaded into the precision of the parameters that the optimizer then has
+        optimizer.register_load_state_dict_pre_hook(lambda *_: masters.before_loading(trained()))
+        optimizer.register_load_state_dict_post_hook(lambda *_: masters.after_loading())
+
+
+def _warn_half_precision(selection: Selection, named: Mapping[str, Tensor]) -> None:
+    protected = {p.part.parameter for p in selection.protections}
+    half = [name for name, p in named.items() if name in protected and p.dtype in HALF]
+    if half:
+        logger.warning(
+            "%d protected parameters are in %s (%s), which rounds projected updates so that old outputs drift: keep "
+            "float32 masters with wrap(optimizer, masters=True).",
+            len(half), str(named[half[0]].dtype).removeprefix("torch."), half[0] + (", ..." if len(half) > 1 else ""),
+        )  # fmt: skip
 
 
 def _warn_unprotected(selection: Selection, names: list[str]) -> None:

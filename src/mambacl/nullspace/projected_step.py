@@ -13,18 +13,32 @@ same in fewer passes.
 The squared norms of each update, and of its share in protected directions, are added up along the way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mambacl import ranks
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
+from mambacl.nullspace.fixed_parts import ClampedParts, FixedParts, move
 from mambacl.nullspace.offload import STACK_BYTES, Carrier
+from mambacl.nullspace.on_ranks import CutParts, Exchange, Here, costs_of, energies_together
+from mambacl.nullspace.part_views import PartViews, Tensors
 from mambacl.nullspace.projectors import Decomposition
 from mambacl.nullspace.recursive import Clock, RecursiveParts
+from mambacl.nullspace.shards import (
+    Held,
+    Layout,
+    Piece,
+    is_cut_across,
+    layout_of,
+    on_this_rank,
+    pieces_of,
+    whole,
+)
 from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel
 
@@ -32,11 +46,8 @@ from mambacl.ops.switch import takes_kernel
 # kernel again for other widths.
 ALIGNED = 16
 PADDING = 2.0  # a stack's widest basis has at most this many times the columns of its narrowest
-MOST_ADDRESSES = 16  # cached per `PartViews`: optimizers can keep copies of their parameters
-CARRIED, PROJECTOR, CLOCK = "carried.", "projector.", "clock"  # names in the state of a step
-Tensors = Mapping[str, Tensor]  # parameters by name
+CARRIED, PROJECTOR, MASTER, CLOCK = "carried.", "projector.", "master.", "clock"  # names in the state of a step
 Keep = Callable[[Tensor], Tensor]  # puts a tensor where it is stored, and returns it there
-Placement = tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]  # addresses, dtypes and strides
 
 
 class ProjectedStep:
@@ -50,6 +61,11 @@ class ProjectedStep:
         self._on_gradients = [constraint for constraint in self.constraints if isinstance(constraint, kinds)]
         self.clock = Clock()
         self.carried: dict[str, Tensor] = {}  # energy of this task's updates before a merge or `forget`
+        self.shared = False
+        """whether ranks that hold the same parameters share the projections out"""
+        self.masters: MutableMapping[str, Tensor] = {}
+        """float32 masters by parameter, which change with each step"""
+        self._here = Here([(constraint, constraint in self._on_gradients) for constraint in self.constraints])
         self._counted = {
             part.name: (constraint, number)
             for constraint in self.constraints
@@ -60,12 +76,12 @@ class ProjectedStep:
     @torch.no_grad()
     def snapshot(self, tensors: Tensors) -> "Snapshot":
         """Copies the current values of the restricted parts in `tensors`; other parts are skipped."""
-        found = []
-        for constraint in (constraint for constraint in self.constraints if constraint not in self._on_gradients):
+        here, tensors, found = self._on_this_rank(tensors), on_this_rank(tensors), []
+        for constraint in (constraint for constraint, on_gradients in here.constraints if not on_gradients):
             present = [i for i, part in enumerate(constraint.parts) if part.parameter in tensors]
             if present:
                 found.append((constraint, present, constraint.copy(tensors, present)))
-        return Snapshot(found)
+        return Snapshot(found, None if self._on_gradients else here.exchange)
 
     def project(self, before: Tensors, after: Tensors, *, counted: bool = True) -> None:
         """Replaces the change from `before` to `after`, in place, by the allowed part of it."""
@@ -76,15 +92,47 @@ class ProjectedStep:
         """Replaces gradients, in place, by what is allowed of them, if that is what is projected."""
         if not self._on_gradients:
             return
-        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        for constraint in self._on_gradients:
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        here, found = self._on_this_rank(gradients), on_this_rank(gradients)
+        for constraint in (constraint for constraint, on_gradients in here.constraints if on_gradients):
             present = [i for i, part in enumerate(constraint.parts) if part.parameter in found]
             if present:
                 before: Any = constraint.copy(found, present)
                 for tensor in before:
                     tensor.zero_()
                 constraint.restrict(found, present, before, True)
+        if here.exchange is not None:
+            here.exchange(found)
         self.clock.tick()
+
+    def _on_this_rank(self, tensors: Tensors) -> Here:
+        """What this rank restricts of these tensors. All ranks call it, for the same tensors."""
+        layout = layout_of(tensors)
+        shared = layout is None and self.shared and ranks.count() > 1
+        if shared:
+            layout = {name: Held(tensor.shape) for name, tensor in tensors.items()}
+        wanted = None if layout is None else {**(self._here.layout or {}), **layout}
+        if wanted == self._here.layout:
+            return self._here
+        self.count_together()
+        if wanted is None:
+            self._here = Here([(one, one in self._on_gradients) for one in self.constraints])
+        else:
+            projected = [one for one in self.constraints if isinstance(one, ProjectedParts)]
+            exchange = Exchange(costs_of(projected, tensors)) if shared else None
+            self._here = Here([], wanted, [], exchange)
+            for one in self.constraints:
+                mine: Sequence[Any] = [one] if shared else one.on_this_rank(wanted)
+                if exchange is not None and isinstance(one, ProjectedParts):
+                    mine = one.of_parameters([name for name, owner in exchange.owners.items() if owner == ranks.rank()])
+                self._here.constraints += [(own, one in self._on_gradients) for own in mine]
+                self._here.counted += [own for own in mine if own is not one and not isinstance(own, FixedParts)]
+        return self._here
+
+    def count_together(self) -> None:
+        """Adds what each rank has counted of the energies; all ranks call it."""
+        if self._here.layout is not None:
+            energies_together({name: one.energy[number] for name, (one, number) in self._counted.items()}, self._here)
 
     def recursive(self) -> "dict[str, RecursiveParts]":
         """The parts with a projector that changes with each step, by the name of the first."""
@@ -102,7 +150,8 @@ class ProjectedStep:
 
     def update_energy(self) -> dict[str, Tensor]:
         """By part, (4,): sums over steps of the squared norms of the optimizer's update, of its share in protected
-        directions, of the applied update, and of its share in protected directions."""
+        directions, of the applied update, and of its share in protected directions. All ranks call it."""
+        self.count_together()
         rows = {name: constraint.update_energy(i).cpu() for name, (constraint, i) in self._counted.items()}
         for name, row in self.carried.items():
             rows[name] = rows[name] + row if name in rows else row
@@ -114,7 +163,11 @@ class ProjectedStep:
         return sum({id(c.bases): c.bases.basis.nbytes for c in projected}.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What changes with each step: the energies so far and recursive projectors."""
+        """What changes with each step: the energies so far, recursive projectors and masters. All ranks call it."""
+        self.count_together()
+        return self._state() | {f"{MASTER}{name}": whole(tensor).clone() for name, tensor in self.masters.items()}
+
+    def _state(self) -> dict[str, Tensor]:
         state = {name: constraint.energy[number] for name, (constraint, number) in self._counted.items()}
         state |= {f"{CARRIED}{name}": row for name, row in self.carried.items()}
         if recursive := self.recursive():
@@ -124,7 +177,10 @@ class ProjectedStep:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.carried = {n.removeprefix(CARRIED): row.cpu() for n, row in state.items() if n.startswith(CARRIED)}
-        for name, tensor in self.state_dict().items():
+        for one in self._here.counted:
+            one.energy.zero_()
+        self.masters.update({n.removeprefix(MASTER): t.clone() for n, t in state.items() if n.startswith(MASTER)})
+        for name, tensor in self._state().items():
             if name in state:
                 tensor.copy_(state[name])
 
@@ -133,65 +189,17 @@ class ProjectedStep:
 class Snapshot:
     """Restricted parts before a step: for each constraint, the indices of its parts and their values."""
 
-    found: "Sequence[tuple[Constraint, list[int], Any]]"
+    found: "Sequence[tuple[Any, list[int], Any]]"
+    exchange: Exchange | None = None
 
     @torch.no_grad()
     def restrict(self, tensors: Tensors, *, counted: bool = True) -> None:
         """Replaces the change since the snapshot, in place, by the allowed part of it."""
+        tensors = on_this_rank(tensors)
         for constraint, present, before in self.found:
             constraint.restrict(tensors, present, before, counted)
-
-
-class FixedParts:
-    """Parts and entire parameters that do not train."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
-
-    def copy(self, tensors: Tensors, present: list[int]) -> list[Tensor]:
-        return [self.parts[i].of(tensors[self.parts[i].parameter]).detach().clone() for i in present]
-
-    def restrict(self, tensors: Tensors, present: list[int], before: list[Tensor], counted: bool) -> None:
-        for i, old in zip(present, before, strict=True):
-            self.parts[i].of(tensors[self.parts[i].parameter]).copy_(old)
-
-
-class ClampedParts:
-    """Parts of A_log of one shape that stay in their boxes; without relaxation, protected values move by (1 - eta)
-    times their step."""
-
-    def __init__(self, parts: Sequence[Part], boxes: Sequence[Box], eta: float, relaxed: bool) -> None:
-        self.parts, self.eta, self.relaxed = list(parts), eta, relaxed
-        self.lower, self.upper = (torch.stack([getattr(box, end) for box in boxes]) for end in ("lower", "upper"))
-        self.protects = torch.isfinite(self.lower)
-        self.energy = torch.zeros(len(parts), 4, dtype=torch.float64, device=self.lower.device)
-        self._views = PartViews(self.parts, Part.of)
-
-    def copy(self, tensors: Tensors, present: list[int]) -> Tensor:
-        values = torch.stack(self._views(tensors, present))
-        _to(self, values.device, "lower", "upper", "protects", "energy")
-        return values
-
-    def restrict(self, tensors: Tensors, present: list[int], before: Tensor, counted: bool) -> None:
-        chosen: slice | list[int] = slice(None) if len(present) == len(self.parts) else present
-        views = self._views(tensors, present)
-        new, old, protects = torch.stack(views), before, self.protects[chosen]
-        if self.relaxed:
-            lower, upper = self.lower[chosen], self.upper[chosen]
-            allowed = torch.where(lower <= upper, new.clamp(lower, upper), old)  # an empty box fixes A
-        else:
-            allowed = torch.where(protects, old + (1 - self.eta) * (new - old), new)
-        if counted:  # for a relaxed part, the protected share is what its box cuts off
-            change, applied = new - old, allowed - old
-            outside, let_through = (
-                (change - applied, 0 * applied) if self.relaxed else (change * protects, applied * protects)
-            )
-            norms = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (change, outside, applied, let_through)]
-            self.energy[chosen] += torch.stack(norms, dim=1).double().square()
-        torch._foreach_copy_(views, list(allowed.unbind(0)))
-
-    def update_energy(self, number: int) -> Tensor:
-        return self.energy[number]
+        if self.exchange is not None:
+            self.exchange(tensors)
 
 
 class ProjectedParts:
@@ -200,22 +208,56 @@ class ProjectedParts:
 
     backend = "auto"
 
-    def __init__(self, parts: Sequence[Part], places: Sequence[int], bases: "StackedBases") -> None:
-        """`places`: the index of each part's basis in the stack."""
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        places: Sequence[int],
+        bases: "StackedBases",
+        firsts: Sequence[int] | None = None,
+        groups: int | None = None,
+    ) -> None:
+        """`places`: the index of each part's basis in the stack. `firsts`: the first group of each part, if it has only
+        some `groups` of its basis."""
         self.parts, self.places, self.bases = list(parts), list(places), bases
-        groups, device = bases.basis.shape[1], bases.identity.device
-        self.energy = torch.zeros(len(parts), groups, 2, dtype=torch.float64, device=device)
+        self.groups = bases.basis.shape[1] if groups is None else groups
+        self.firsts, self.counts = [0] * len(self.parts) if firsts is None else list(firsts), True
+        self.energy = torch.zeros(len(parts), self.groups, 2, dtype=torch.float64, device=bases.identity.device)
         """(parts, groups, 2): sums of squares of the updates, and of their components in the basis"""
         self.matrices, self._shaped = PartViews(self.parts, Part.matrix), PartViews(self.parts, Part.of)
         self._numbers: Tensor | None = None
 
+    def on_this_rank(self, layout: Layout) -> "list[ProjectedParts | CutParts]":
+        found: dict[tuple[bool, torch.Size], list[tuple[int, Piece]]] = {}
+        across = [i for i, part in enumerate(self.parts) if is_cut_across(part, layout)]
+        for number, piece, counts, shape in pieces_of(self.parts, layout):
+            if number not in across:
+                matrix = piece.part.matrix(torch.empty(shape, device="meta"))
+                found.setdefault((counts, matrix.shape), []).append((number, piece))
+        made: list[ProjectedParts | CutParts] = []
+        for (counts, shape), some in found.items():
+            places, firsts = [self.places[number] for number, _ in some], [piece.first for _, piece in some]
+            own = ProjectedParts([piece.part for _, piece in some], places, self.bases, firsts, shape[0])
+            own.counts, own.backend = counts, self.backend
+            made.append(own)
+        if across:
+            made.append(CutParts([self.parts[i] for i in across], [self.places[i] for i in across], self.bases, layout))
+        return made
+
+    def of_parameters(self, names: Sequence[str]) -> "list[ProjectedParts]":
+        """The same for some parameters only."""
+        some = [i for i, part in enumerate(self.parts) if part.parameter in names]
+        return (
+            [ProjectedParts([self.parts[i] for i in some], [self.places[i] for i in some], self.bases)] if some else []
+        )
+
     def copy(self, tensors: Tensors, present: list[int]) -> Tensor:
         values = torch.stack(self.matrices(tensors, present))
         self.bases.to(values.device)
-        _to(self, values.device, "energy")
+        move(self, values.device, "energy")
         return values
 
     def restrict(self, tensors: Tensors, present: list[int], before: Tensor, counted: bool) -> None:
+        counted = counted and self.counts
         if len(present) == len(self.parts) and self._restrict_by_kernels(tensors, before, counted):
             return
         old = before.to(torch.promote_types(self.bases.identity.dtype, before.dtype))
@@ -229,7 +271,8 @@ class ProjectedParts:
         """Projects changes (parts, groups, n, D), in place, in at least float32 even if bases are stored in half
         precision."""
         all_present = len(present) == len(self.parts)
-        every_basis = all_present and self.places == list(range(len(self.bases.basis)))
+        complete = self.groups == self.bases.basis.shape[1]
+        every_basis = all_present and complete and self.places == list(range(len(self.bases.basis)))
         chosen = slice(None) if every_basis else self._bases_of(None if all_present else present)
         stacked = (self.bases.on(changes.device), self.bases.identity, self.bases.factor)
         V, identity, factor = (t.flatten(0, 1)[chosen].to(changes.dtype) for t in stacked)
@@ -251,8 +294,9 @@ class ProjectedParts:
         device, groups = self.bases.identity.device, self.bases.basis.shape[1]
         if present is None and self._numbers is not None and self._numbers.device == device:
             return self._numbers
-        places = torch.tensor(self.places if present is None else [self.places[i] for i in present])
-        numbers = (places[:, None] * groups + torch.arange(groups)).flatten().to(device)
+        chosen = range(len(self.parts)) if present is None else present
+        starts = torch.tensor([self.places[i] * groups + self.firsts[i] for i in chosen])
+        numbers = (starts[:, None] + torch.arange(self.groups)).flatten().to(device)
         if present is None:
             self._numbers = numbers
         return numbers
@@ -325,7 +369,7 @@ class StackedBases:
     def to(self, device: torch.device) -> None:
         """Moves to the device of the parameters."""
         moving = ("basis",) if self.carrier is None else ()
-        _to(self, device, *moving, "identity", "factor", "holds_null_space", "widths")
+        move(self, device, *moving, "identity", "factor", "holds_null_space", "widths")
 
     def on(self, device: torch.device) -> Tensor:
         """The bases on the device, for use at once."""
@@ -387,14 +431,6 @@ def _by_shape(
     return [ProjectedParts([part for part, _ in some], [p for _, p in some], bases) for some in together.values()]
 
 
-def clamped_parts(parts: Sequence[Part], boxes: Mapping[str, Box], eta: float, relaxed: bool) -> list[ClampedParts]:
-    """One `ClampedParts` per shape."""
-    alike: dict[torch.Size, list[Part]] = {}
-    for part in parts:
-        alike.setdefault(boxes[part.name].lower.shape, []).append(part)
-    return [ClampedParts(members, [boxes[part.name] for part in members], eta, relaxed) for members in alike.values()]
-
-
 def restrict_steps(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], current: Callable[[], ProjectedStep]
 ) -> None:
@@ -403,73 +439,3 @@ def restrict_steps(
     taken: list[Snapshot] = []
     optimizer.register_step_pre_hook(lambda *_: taken.append(current().snapshot(named)))
     optimizer.register_step_post_hook(lambda *_: taken.pop().restrict(named, counted=False))
-
-
-def _to(holder: object, device: torch.device, *names: str) -> None:
-    for name in names:
-        if getattr(holder, name).device != device:
-            setattr(holder, name, getattr(holder, name).to(device))
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """The addresses of matrices, on their device, and the strides of their rows and columns."""
-
-    addresses: Tensor
-    strides: tuple[int, int]
-
-
-class PartViews:
-    """Views of parts of parameters, cached until the parameters are different tensors."""
-
-    def __init__(self, parts: Sequence[Part], view: Callable[[Part, Tensor], Tensor]) -> None:
-        self.parts, self.view = parts, view
-        self._of: Placement = ()
-        self._views: list[Tensor] = []
-        self._addresses: dict[Placement, Addresses] = {}
-        self._recorded: list[Addresses] = []  # kept alive: a CUDA graph reads them
-
-    def __call__(self, tensors: Tensors, present: Sequence[int] | None = None) -> list[Tensor]:
-        """The views of all parts, or of those with an index in `present`."""
-        if present is not None and len(present) < len(self.parts):
-            some = [self.parts[i] for i in present]
-            return [self.view(part, tensors[part.parameter].detach()) for part in some]
-        given = [tensors[part.parameter] for part in self.parts]
-        placement = tuple((tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in given)
-        if placement != self._of:
-            views = [self.view(part, tensor.detach()) for part, tensor in zip(self.parts, given, strict=True)]
-            if not all(map(_shares_memory, views, given)):  # `matrix` copies a weight that is not contiguous
-                return views
-            self._of, self._views = placement, views
-        return self._views
-
-    def addresses(self, tensors: Tensors) -> Addresses | None:
-        """One address per group of the views (groups, n, D); None if they are copies, not float32, or differ in their
-        strides."""
-        views = self(tensors)
-        if views is not self._views:
-            return None
-        found = self._addresses.get(self._of)
-        if found is None:
-            strides = {view.stride() for view in views}
-            if len(strides) > 1 or any(v.dtype != torch.float32 or v.device != views[0].device for v in views):
-                return None
-            group, row, column = strides.pop()
-            size = views[0].element_size()
-            places = [view.data_ptr() + size * group * g for view in views for g in range(len(view))]
-            found = Addresses(torch.tensor(places, device=views[0].device), (row, column))
-            if len(self._addresses) >= MOST_ADDRESSES:
-                del self._addresses[next(iter(self._addresses))]
-            self._addresses[self._of] = found
-        if _recording(found.addresses):
-            self._recorded.append(found)
-        return found
-
-
-def _recording(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the tensor's device."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

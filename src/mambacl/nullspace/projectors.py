@@ -5,19 +5,23 @@ I - V V^T. Either way the projection is `identity` I + `factor` V V^T for one or
 several groups has one covariance and one basis per group: everything here can have a leading axis of groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import cycle, repeat
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mambacl import ranks
 from mambacl.nullspace.blocks import Part, Side
 from mambacl.nullspace.ranks import as_spectrum, null_ranks
+from mambacl.nullspace.sharing import failing_together, own, passed_round, shared_out
 
 Key = tuple[str, str]  # a block and one of its features
+K = TypeVar("K", bound=Hashable)
 SMALL = 512  # largest size of covariances that are decomposed in one batch on a GPU
 AT_A_TIME = 4  # larger ones decomposed concurrently
 
@@ -105,12 +109,19 @@ def decompose(
     in `storage`."""
     solved = _eigh(covariances)  # ascending: null directions first
     spectra = [as_spectrum(eigenvalues).cpu() for eigenvalues, _ in solved]
-    single = [row for spectrum in spectra for row in spectrum.to(precision).reshape(-1, spectrum.shape[-1])]
-    ranks = iter(null_ranks(single, rule, together))
     return [
-        _chosen(spectrum, [next(ranks) for _ in spectrum.reshape(-1, spectrum.shape[-1])], vectors, storage)
-        for spectrum, (_, vectors) in zip(spectra, solved, strict=True)
+        _chosen(spectrum, counts, vectors, storage)
+        for spectrum, counts, (_, vectors) in zip(
+            spectra, _ranks(spectra, rule, precision, together), solved, strict=True
+        )
     ]
+
+
+def _ranks(spectra: Sequence[Tensor], rule: str, precision: torch.dtype, together: bool) -> list[list[int]]:
+    """The ranks of each spectrum's groups."""
+    rows = [spectrum.to(precision).reshape(-1, spectrum.shape[-1]) for spectrum in spectra]
+    found = iter(null_ranks([row for some in rows for row in some], rule, together))
+    return [[next(found) for _ in some] for some in rows]
 
 
 def decompose_features(
@@ -121,24 +132,71 @@ def decompose_features(
     precision: torch.dtype,
     storage: torch.dtype,
     together: bool,
+    device: torch.device | None = None,
 ) -> dict[Key, Decomposition]:
     """Decomposes each feature's covariance. Covariances are loaded when needed, because they can be large and on disk.
-    With `together`, the rank rule is applied to the spectra of a feature in all blocks at once."""
-    batches: dict[object, list[Key]] = {}
-    for number, key in enumerate(keys):
-        shape = sizes(key)  # small ones of one shape in one batch, large ones a few at a time
-        one_by_one = shape if shape[-1] <= SMALL else number // AT_A_TIME
-        batches.setdefault(key[1] if together else one_by_one, []).append(key)
+    With `together`, the rank rule is applied to the spectra of a feature in all blocks at once. Several ranks share the
+    matrices out, and pass the results round; `device`: where they exchange tensors."""
+    shapes = {key: sizes(key) for key in keys}
+    like = torch.empty(0, dtype=torch.float64, device=device)
+    labels: dict[str, list[Key]] = {}
+    for key in keys:
+        labels.setdefault(key[1] if together else "", []).append(key)
     found: dict[Key, Decomposition] = {}
-    for batch in batches.values():
-        covariances = [covariance(key) for key in batch]
-        found |= zip(batch, decompose(covariances, rule, precision, storage, together), strict=True)
+    for some in labels.values():
+        owners = shared_out({key: float(shapes[key][:-2].numel()) * shapes[key][-1] ** 3 for key in some})
+        mine: dict[Key, Decomposition] = {}
+        if together:
+            with failing_together():
+                solved = dict(zip(own(owners), _eigh([covariance(key) for key in own(owners)]), strict=True))
+            spectra = {key: as_spectrum(values) for key, (values, _) in solved.items()}
+            spectra = passed_round(spectra, owners, {key: shapes[key][:-1] for key in some}, like)
+            counts = dict(zip(some, _ranks([spectra[key].cpu() for key in some], rule, precision, True), strict=True))
+            mine = {key: _chosen(spectra[key].cpu(), counts[key], solved[key][1], storage) for key in own(owners)}
+        else:
+            with failing_together():
+                for batch in _batches({key: shapes[key] for key in own(owners)}):
+                    parts = decompose([covariance(key) for key in batch], rule, precision, storage)
+                    mine |= zip(batch, parts, strict=True)
+        found |= all_decompositions(mine, owners, shapes, storage, like)
     return found if together else {key: found[key] for key in keys}
+
+
+def _batches(shapes: Mapping[Key, torch.Size]) -> Iterable[list[Key]]:
+    """Small matrices of one shape in one batch, large ones a few at a time."""
+    batches: dict[object, list[Key]] = {}
+    for number, (key, shape) in enumerate(shapes.items()):
+        batches.setdefault(shape if shape[-1] <= SMALL else number // AT_A_TIME, []).append(key)
+    return batches.values()
+
+
+def all_decompositions(
+    mine: Mapping[K, Decomposition],
+    owners: Mapping[K, int],
+    shapes: Mapping[K, Sequence[int]],
+    storage: torch.dtype,
+    like: Tensor,
+) -> dict[K, Decomposition]:
+    """The decompositions of all ranks, with the same bits on each. `shapes`: of the covariances; `like`: float64, on
+    the device on which ranks exchange tensors."""
+    if ranks.count() == 1:
+        return dict(mine)
+    leads = {key: tuple(shape[:-2]) for key, shape in shapes.items()}
+    numbers, bases = like.to(torch.int64), like.to(storage)
+    spectra = passed_round({key: own.spectrum for key, own in mine.items()}, owners,
+                           {key: (*leads[key], shapes[key][-1]) for key in owners}, like)  # fmt: skip
+    counts = passed_round({key: own.ranks for key, own in mine.items()}, owners, leads, numbers)
+    widths = {key: int(torch.minimum(n, shapes[key][-1] - n).max()) for key, n in counts.items()}
+    basis = passed_round({key: own.basis for key, own in mine.items()}, owners,
+                         {key: (*leads[key], shapes[key][-1], widths[key]) for key in owners}, bases)  # fmt: skip
+    return {key: Decomposition(spectra[key].cpu(), counts[key].cpu(), basis[key]) for key in owners}
 
 
 def _eigh(covariances: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Small matrices of one shape are solved in one batch, because launching each takes longer than solving it. Large
     ones run on several streams of a GPU."""
+    if not covariances:
+        return []
     first = covariances[0]
     if first.is_cuda and first.shape[-1] <= SMALL and all(c.shape == first.shape for c in covariances):
         values, vectors = torch.linalg.eigh(torch.stack([c.double() for c in covariances]))

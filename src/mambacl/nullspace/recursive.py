@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mambacl import ranks
 from mambacl.nullspace.blocks import Part
+from mambacl.nullspace.shards import Layout, is_first_of, pieces
 
 
 def absorbed(projector: Tensor, rows: Tensor, alpha: float) -> Tensor:
@@ -25,11 +27,8 @@ def mean_rows(feature: Tensor) -> Tensor:
     """The mean input of a batch as rows (groups, n, D), one per token or position, over all processes."""
     rows = feature.detach().double().mean(0)  # (n, D); of a convolution's windows (n, groups, D)
     rows = rows.transpose(0, 1).contiguous() if rows.dim() == 3 else rows[None]
-    processes = torch.distributed
-    if processes.is_available() and processes.is_initialized():
-        processes.all_reduce(rows)
-        rows /= processes.get_world_size()
-    return rows
+    ranks.sum_([rows])
+    return rows / ranks.count()
 
 
 def in_backward() -> bool:
@@ -73,20 +72,61 @@ class RecursiveParts:
         self, tensors: Mapping[str, Tensor], present: list[int], before: Sequence[Tensor], counted: bool
     ) -> None:
         """Absorbs the latest batch, then projects each change. What is removed counts as its protected share."""
+        self.absorb()
+        self.energy = self.energy.to(self.projector.device)
+        for i, old in zip(present, before, strict=True):
+            energy = _project(self.parts[i], tensors, old, self.projector)
+            if counted:
+                self.energy[i] += energy
+
+    def absorb(self) -> None:
+        """Takes up the latest batch, once."""
         if self.seen is not None:
             self.projector = absorbed(self.projector.to(self.seen.device), self.seen, self.clock.alpha(self.last))
-            self.energy, self.seen = self.energy.to(self.projector.device), None
-        for i, old in zip(present, before, strict=True):
-            part, place = self.parts[i], self.parts[i].of(tensors[self.parts[i].parameter])
-            change = _matrix(part, place - old).double()
-            allowed = change @ self.projector.to(change.device)
-            place.copy_(old + part.restored(allowed, place.shape).to(old.dtype))
-            if counted:
-                norms = [(t * t).sum() for t in (change, change - allowed, allowed)]
-                self.energy[i] += torch.stack([*norms, torch.zeros_like(norms[0])])
+            self.seen = None
+
+    def on_this_rank(self, layout: Layout) -> "list[RecursivePieces]":
+        return [RecursivePieces(self, layout)]
 
     def update_energy(self, number: int) -> Tensor:
         return self.energy[number]
+
+
+class RecursivePieces:
+    """What this rank holds of the parts of a `RecursiveParts`."""
+
+    def __init__(self, whole: RecursiveParts, layout: Layout) -> None:
+        self.whole = whole
+        known = [part for part in whole.parts if part.parameter in layout]
+        self.pieces = [piece for part in known for piece in pieces(part, layout[part.parameter])]
+        self.parts, self.firsts = [piece.part for piece in self.pieces], [0] * len(self.pieces)
+        self.counted = [layout[part.parameter].rows is not None or is_first_of(layout) for part in self.parts]
+        self.energy = torch.zeros(len(self.parts), 4, dtype=torch.float64, device=whole.projector.device)
+
+    def copy(self, tensors: Mapping[str, Tensor], present: list[int]) -> list[Tensor]:
+        return [self.parts[i].of(tensors[self.parts[i].parameter]).detach().clone() for i in present]
+
+    def restrict(
+        self, tensors: Mapping[str, Tensor], present: list[int], before: Sequence[Tensor], counted: bool
+    ) -> None:
+        self.whole.absorb()
+        self.energy = self.energy.to(self.whole.projector.device)
+        for i, old in zip(present, before, strict=True):
+            piece = self.pieces[i]
+            projector = self.whole.projector[piece.first : piece.first + piece.part.groups]
+            energy = _project(piece.part, tensors, old, projector)
+            if counted and self.counted[i]:
+                self.energy[i] += energy
+
+
+def _project(part: Part, tensors: Mapping[str, Tensor], old: Tensor, projector: Tensor) -> Tensor:
+    """Projects a part's change, in place, and returns its energies."""
+    place = part.of(tensors[part.parameter])
+    change = _matrix(part, place - old).double()
+    allowed = change @ projector.to(change.device)
+    place.copy_(old + part.restored(allowed, place.shape).to(old.dtype))
+    norms = [(t * t).sum() for t in (change, change - allowed, allowed)]
+    return torch.stack([*norms, torch.zeros_like(norms[0])])
 
 
 def _matrix(part: Part, values: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ from mambacl.errors import UserError
 from mambacl.files import make_folder, read_tensors, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace.audit import Drift, drift, record
-from mambacl.nullspace.blocks import Block, Part, named_parameters
+from mambacl.nullspace.blocks import Block, Part, cut_again, named_parameters
 from mambacl.nullspace.covariance import Covariance
 from mambacl.nullspace.description import Protected, describe, what_is_protected
 from mambacl.nullspace.elementwise import Activity, box
+from mambacl.nullspace.fixed_parts import FixedParts, clamped_parts
 from mambacl.nullspace.growth import grown_features, weight_directions
 from mambacl.nullspace.memory import (
     FROM_COVARIANCES,
@@ -33,14 +34,16 @@ from mambacl.nullspace.memory import (
     from_tensors,
     to_tensors,
 )
-from mambacl.nullspace.optimizer import register_projection
-from mambacl.nullspace.projected_step import FixedParts, ProjectedStep, clamped_parts, projected_parts
+from mambacl.nullspace.optimizer import inner_optimizer, register_projection
+from mambacl.nullspace.projected_step import ProjectedStep, projected_parts
 from mambacl.nullspace.projectors import Decomposition, Key, Projector, basis_dtype, decompose_features
 from mambacl.nullspace.recursive import RecursiveParts, in_backward, mean_rows
 from mambacl.nullspace.selection import Protection, Selection
 from mambacl.nullspace.settings import KINDS, Setting, setting_named, system_named
+from mambacl.nullspace.shards import of_whole_shape, whole
 from mambacl.nullspace.statistics import Accumulator, Features, gather, value
 
+MASTER = ".master"  # ends the name of a float32 master in a state
 DECOMPOSED_BY = ("rank", "rank_step", "below_at_first", "rank_over", "spectrum", "storage")
 """fields of a setting that determine ranks and bases"""
 FROM_A_FILE = (*DECOMPOSED_BY, "scaling", "eta", "relax", "acts_on", "alpha")
@@ -68,7 +71,10 @@ class NullSpace:
     the rank rules of "paper" and "public-code" protect few directions, and that of "exact" leaves nearly none to learn
     with: hence the rank above. `rule`: instead of a setting, the rule of another system for all linear layers: "gpm",
     "dual-gpm", "nscl", "owm" or "osf". `leave`: modules to ignore, e.g. the classifier; parameters added to the model
-    later are ignored, too. `folder`: for what is kept on disk.
+    later are ignored, too. `folder`: for what is kept on disk. `share_steps`: processes that train the same
+    parameters each project a share of a step and send it to the others, which pays if bases have many columns.
+
+    With several processes, all of them call the methods of their spaces, in the same order.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class NullSpace:
         rule: str | None = None,
         leave: str | Sequence[str] = (),
         folder: str | Path | None = None,
+        share_steps: bool = False,
         **overrides: Any,
     ) -> None:
         if rule is not None and setting is not None:
@@ -97,6 +104,9 @@ class NullSpace:
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._watching: list[Any] = []
         """handles of the hooks that show the inputs of training to recursive projectors"""
+        self.share_steps = share_steps
+        self.masters: dict[str, Tensor] = {}
+        """float32 masters by parameter: see `wrap`"""
         self.projected_step = ProjectedStep()
         self.protected: Protected | None = None
         """how much the rank rule protects; None before the first consolidation, or if nothing is projected"""
@@ -131,7 +141,7 @@ class NullSpace:
 
     def describe(self) -> str:
         """What is trained, what is protected, and from which feature: one line per kind."""
-        return describe(self.setting, self.selection, named_parameters(self.model))
+        return describe(self.setting, self.selection, of_whole_shape(named_parameters(self.model)))
 
     def projectors(self) -> dict[str, Projector]:
         """The current projector of each protected part, by parameter name and rows."""
@@ -156,18 +166,21 @@ class NullSpace:
 
     # Training
 
-    def wrap(self, optimizer: torch.optim.Optimizer, steps: int = 0) -> torch.optim.Optimizer:
+    def wrap(self, optimizer: torch.optim.Optimizer, steps: int = 0, *, masters: bool = False) -> torch.optim.Optimizer:
         """Returns the same optimizer; its steps are projected from now on, and rows that do not train stay the same.
         Wrapping it again has no effect, except that `steps`, the number of steps of this task, restarts the decay of
-        alpha of recursive projectors; without it, alpha has its last value."""
+        alpha of recursive projectors; without it, alpha has its last value. `masters`: float32 copies of parameters in
+        half precision take up the updates, and the parameters are their rounding."""
         if steps:
             self.projected_step.clock.start(steps)
         if self.setting.projector == "recursive" and not self._watching:
             for block in self.selection.blocks:
                 self._watching += block.register_hooks(partial(self._show, block))
-        if optimizer not in self._wrapped:
-            register_projection(optimizer, self.model, self.selection, lambda: self.projected_step)
-            self._wrapped.add(optimizer)
+        inner = inner_optimizer(optimizer)
+        if inner not in self._wrapped:
+            kept = self.masters if masters else None
+            register_projection(inner, self.model, self.selection, lambda: self.projected_step, kept)
+            self._wrapped.add(inner)
         return optimizer
 
     def _show(self, block: Block, features: Features) -> None:
@@ -217,18 +230,24 @@ class NullSpace:
 
     def _gather(self, loader: Iterable[Any], forward: Callable[..., Any] | None) -> tuple[TaskStatistics, int]:
         named, relax = named_parameters(self.model), self.setting.relax
+        blank = of_whole_shape(named)
         blocks = {block.name: block for block in self.selection.blocks}
         wanted: dict[Block, dict[str, Accumulator]] = {}
         for p in self.selection.protections:
             wanted.setdefault(blocks[p.block], {}).setdefault(p.label, self._accumulator(p))
         images = gather(self.model, wanted, loader, forward, getattr(torch, self.setting.products))
+        cut_again(self.model)
         found = TaskStatistics()
         for p in self.selection.protections:
             totals, own = wanted[blocks[p.block]][p.label].totals, named[p.part.parameter]
             if p.elementwise:
-                found.boxes[p.name] = box(p.part.of(own).detach(), totals, relax)
+                found.boxes[p.name] = box(p.part.of(whole(own.detach())), totals, relax)
                 continue
-            size, seen = p.part.matrix(own).shape[-1], totals["covariance"].shape[-1]
+            groups, _, size = p.part.matrix(blank[p.part.parameter]).shape
+            if not totals:  # an expert that no token was sent to
+                lead = (groups,) if groups > 1 else ()
+                totals["covariance"] = torch.zeros(*lead, size, size, dtype=torch.float64, device=self._device())
+            seen = totals["covariance"].shape[-1]
             if seen != size:
                 raise UserError(
                     f"{p.name} multiplies {size} values, but the feature {p.label} has {seen}: choose another feature "
@@ -266,6 +285,7 @@ class NullSpace:
                 getattr(torch, setting.spectrum),
                 dtype,
                 together=setting.rank_over == "all",
+                device=device,
             )
         users: dict[Key, list[Part]] = {}
         for p in selection.projected():
@@ -287,6 +307,7 @@ class NullSpace:
             ],
             setting.acts_on,
         )
+        self.projected_step.shared, self.projected_step.masters = self.share_steps, self.masters
         for one in recursive.values():
             one.clock = self.projected_step.clock
         self._recursive: dict[str, list[tuple[RecursiveParts, tuple[str, ...]]]] = {}
@@ -309,7 +330,8 @@ class NullSpace:
     def _recursive_parts(self, projectors: Mapping[Key, Tensor] | None) -> dict[Key, RecursiveParts]:
         """By feature: recursive projectors that continue from those given, or else from the current ones."""
         current = {c.parts[0].name: c.projector for c in self.projected_step.recursive().values()}
-        wanted, named, device = self.selection.recursive(), named_parameters(self.model), self._device()
+        wanted, device = self.selection.recursive(), self._device()
+        named = of_whole_shape(named_parameters(self.model))
         alphas = self.setting.alpha if isinstance(self.setting.alpha, list) else [self.setting.alpha] * len(wanted)
         if len(alphas) != len(wanted):
             raise UserError(f"alpha has {len(alphas)} values for {len(wanted)} layers: give one for all, or one each.")
@@ -363,7 +385,7 @@ class NullSpace:
 
     def _signature(self) -> set[tuple[str, Key, torch.Size]]:
         """What is protected, by which feature, and its size."""
-        named = named_parameters(self.model)
+        named = of_whole_shape(named_parameters(self.model))
         return {(p.name, p.key, p.part.of(named[p.part.parameter]).shape) for p in self.selection.protections}
 
     def forget(self, task: int) -> None:
@@ -393,7 +415,8 @@ class NullSpace:
         """Everything gathered so far, by parameter name and rows. Parts that share a feature share its tensors."""
         projectors = {key: constraint.projector for key, constraint in self._recursive_by_key().items()}
         memory = dataclasses.replace(self.memory, decompositions=self._decompositions(), projectors=projectors)
-        return to_tensors(memory, self.selection.protections, self.setting.keep_tasks)
+        tensors = to_tensors(memory, self.selection.protections, self.setting.keep_tasks)
+        return tensors | {f"{name}{MASTER}": whole(master).clone() for name, master in self.masters.items()}
 
     def _recursive_by_key(self) -> dict[Key, RecursiveParts]:
         found = self.projected_step.recursive()
@@ -404,7 +427,9 @@ class NullSpace:
         self._load(state, self.setting, decomposed=True)
 
     def _load(self, state: Mapping[str, Tensor], setting: Setting, decomposed: bool) -> None:
-        named = named_parameters(self.model)
+        named = of_whole_shape(named_parameters(self.model))
+        masters = {name.removesuffix(MASTER): t for name, t in state.items() if name.endswith(MASTER)}
+        state = {name: tensor for name, tensor in state.items() if not name.endswith(MASTER)}
         memory = from_tensors(state, self.selection.protections, named, setting.keep_tasks)
         for one in memory.statistics:
             one.covariances = {key: self._store.put(covariance) for key, covariance in one.covariances.items()}
@@ -416,6 +441,8 @@ class NullSpace:
         except BaseException:
             self.setting = before
             raise
+        self.masters.clear()
+        self.masters.update({name: tensor.clone() for name, tensor in masters.items()})
 
     def save(self, path: str | Path) -> None:
         """Writes the state as safetensors, and creates the folder if needed; tensors that parts share are written
@@ -452,7 +479,12 @@ class NullSpace:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`'s, `DataParallel`'s or `DistributedDataParallel`'s wrapper."""
+    """The model inside `torch.compile`'s, `DataParallel`'s or `DistributedDataParallel`'s wrapper. FSDP2 has none."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise UserError(
+            "NullSpace cannot read the flat parameters of FullyShardedDataParallel: shard the model with "
+            "torch.distributed.fsdp.fully_shard (in Accelerate: fsdp_version 2)."
+        )
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]

@@ -10,14 +10,16 @@ totals that add up over batches, processes and tasks, in float64. This module do
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mambacl import ranks
 from mambacl.errors import UserError
+from mambacl.nullspace.sharing import failing_together
 
 Features = Mapping[str, Any]  # tensors, or functions without arguments that compute them on demand
 Record = Callable[[Features], None]
@@ -26,6 +28,9 @@ LABELS = "labels"  # a feature of every source if batches are (images, labels)
 
 class Source:
     """A module whose features can be recorded: by default `output`, what it returns."""
+
+    may_rest: bool = False
+    """whether a forward pass may leave it out, as an expert that no token is sent to; its totals can then be missing"""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
@@ -85,11 +90,13 @@ def gather(
     batches: Iterable[Any],
     forward: Callable[..., Any] | None = None,
     products: torch.dtype = torch.float64,
+    in_parts: bool = True,
 ) -> int:
     """Sends batches through `forward`, by default the model, in evaluation mode, and adds the sources' features, in the
     precision `products`, to the accumulators. Returns the number of images.
 
-    With several processes, each passes its own share of the batches, and all end with the same totals.
+    With several processes, each passes its own share of the batches, which can be empty, and all end with the same
+    totals; if one of them fails, all do. Without `in_parts`, each passes all batches.
     """
     seen = {(source, label): 0 for source, accumulators in wanted.items() for label in accumulators}
     labels: dict[str, Any] = {}
@@ -111,14 +118,17 @@ def gather(
                     made[name] = feature.to(products) if floating else feature
             accumulator.add(*(made[name] for name in accumulator.inputs))
 
-    with watching(list(wanted), show) as runs, evaluating(model), torch.no_grad():
-        images = run_batches(batches, model if forward is None else forward, next(model.parameters()).device, labels)
-    images = _over_processes(wanted, images)
+    device = next(model.parameters()).device
+    together: AbstractContextManager[None] = failing_together() if in_parts else nullcontext()
+    with together, watching(list(wanted), show) as runs, evaluating(model), torch.no_grad():
+        images = run_batches(batches, model if forward is None else forward, device, labels)
+    if in_parts:
+        images = _over_processes(wanted, images, runs, seen, device)
     if images == 0:
         raise UserError("There are no images to gather features from: the loader is empty.")
     for source, accumulators in wanted.items():
         for label, accumulator in accumulators.items():
-            if runs[source.name] == 0:
+            if runs[source.name] == 0 and not source.may_rest:
                 raise UserError(
                     f"A pass over the images found no features of {source.name}: the forward function does not run it"
                     f"{source.if_not_run()}."
@@ -133,19 +143,33 @@ def gather(
     return images
 
 
-def _over_processes(wanted: Mapping[S, Mapping[str, Accumulator]], images: int) -> int:
-    """Replaces totals by the sums over all processes; returns the number of all images."""
-    processes = torch.distributed
-    if not (processes.is_available() and processes.is_initialized() and processes.get_world_size() > 1):
+def _over_processes(
+    wanted: Mapping[S, Mapping[str, Accumulator]],
+    images: int,
+    runs: dict[str, int],
+    seen: dict[tuple[S, str], int],
+    device: torch.device,
+) -> int:
+    """Replaces totals and counts by the sums over all processes; returns the number of all images. A process without
+    images has no totals: it takes part with zeros."""
+    if ranks.count() == 1:
         return images
-    count = torch.tensor(images)
-    for accumulator in (accumulator for some in wanted.values() for accumulator in some.values()):
-        for name in sorted(accumulator.totals):
-            total, largest = accumulator.totals[name], name in accumulator.largest
-            processes.all_reduce(total, processes.ReduceOp.MAX if largest else processes.ReduceOp.SUM)
-            count = count.to(total.device)
-    processes.all_reduce(count)
-    return int(count)
+    accumulators = [accumulator for some in wanted.values() for accumulator in some.values()]
+    shapes = [{name: tuple(total.shape) for name, total in one.totals.items()} for one in accumulators]
+    found = ranks.together((images, runs, list(seen.values()), shapes))
+    for name in runs:
+        runs[name] = sum(one[1][name] for one in found)
+    for number, pair in enumerate(seen):
+        seen[pair] = sum(one[2][number] for one in found)
+    for number, accumulator in enumerate(accumulators):
+        known = {name: shape for one in found for name, shape in one[3][number].items()}
+        for name in sorted(known):
+            largest = name in accumulator.largest
+            if name not in accumulator.totals:
+                nothing = -torch.inf if largest else 0.0
+                accumulator.totals[name] = torch.full(known[name], nothing, dtype=torch.float64, device=device)
+            ranks.sum_([accumulator.totals[name]], largest)
+    return sum(one[0] for one in found)
 
 
 def value(features: Features, name: str) -> Any:

@@ -1,4 +1,8 @@
-"""Complete runs: `train`, `resume`, `evaluate` and `audit`, for the command line and for Python."""
+"""Complete runs: `train`, `resume`, `evaluate` and `audit`, for the command line and for Python.
+
+Under torchrun every process calls the same function. All build the same parts; the first alone reads and writes what
+they must agree on, such as the state of the run's folder.
+"""
 
 import dataclasses
 import os
@@ -6,12 +10,12 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mambacl import ops
+from mambacl import ops, ranks
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.files import expanded, full_disk
@@ -27,7 +31,7 @@ from mambacl.training.identity import differences, with_named_weights
 from mambacl.training.loop import Loop, TrainingError
 from mambacl.training.progress import Progress
 from mambacl.training.seconds import Watch
-from mambacl.training.tracking import check_trackers, open_trackers
+from mambacl.training.tracking import Trackers, check_trackers, open_trackers
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,10 @@ def train(
     watch = Watch()
     resolved = resolve(config, overrides)
     check_trackers(resolved.track)
+    ranks.join(pick_device(resolved.device))
     folder = RunFolder(resolved.folder)
-    existing = folder.config() if folder.exists() and not overwrite else None
+    again = overwrite and not ranks.restarted()  # what a dead process has left is not to be overwritten
+    existing = ranks.decide(lambda: folder.config() if folder.exists() and not again else None)
     resolved = with_named_weights(_with_precision(resolved, existing))
     if existing is not None:
         differing = differences(existing, resolved)
@@ -88,18 +94,22 @@ def train(
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
                 + (moved if differing == ["stream.root"] else "")
             )
-        if folder.finished():
+        if ranks.decide(folder.finished):
             check_stream(folder, describe_data(resolved))
         return _continue(folder, resolved, watch, loop)
     parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
     with watch.phase("data"):
-        parts.stream.dataset.check()
+        ranks.decide(parts.stream.dataset.check)
         described = parts.described.result()
-    with folder.locked():
+
+    def start() -> None:
         folder.clear()
         folder.create(resolved, described)
         with watch.phase("checkpoints"):
             checkpoints.save_backbone(folder, parts.model)
+
+    with _locked(folder):
+        ranks.decide(start)
         return Run(folder.path, execute(folder, parts, None), trained=True)
 
 
@@ -109,10 +119,19 @@ def resume(path: str | Path, device: str | None = None, root: str | Path | None 
     watch = Watch()
     folder = RunFolder.existing(path)
     config = _here(folder.config(), device, root)
+    ranks.join(pick_device(config.device))
     if root is not None:
         check_stream(folder, describe_data(config))
-        folder.set_root(config.stream.root)
+        ranks.decide(lambda: folder.set_root(config.stream.root))
     return _continue(folder, config, watch)
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    """Locks the folder for all processes of a run."""
+    with ExitStack() as stack:
+        ranks.decide(lambda: stack.enter_context(folder.locked()))
+        yield
 
 
 def _with_precision(config: RunConfig, existing: RunConfig | None) -> RunConfig:
@@ -141,20 +160,24 @@ def _check_root(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
-    if folder.finished():
+    if ranks.decide(folder.finished):
         logger.info("%s is already finished; `mambacl train` with --overwrite trains it again.", folder.path)
         return Run(folder.path, folder.results())
     _check_root(folder, config)
-    with folder.locked():
-        folder.clear_covariances()
-        started = (folder.checkpoints / BACKBONE).exists()
+
+    def start() -> None:
+        folder.checkpoints.mkdir(exist_ok=True)
+        checkpoints.save_backbone(folder, parts.model)
+
+    with _locked(folder):
+        ranks.decide(folder.clear_covariances)
+        started = ranks.decide((folder.checkpoints / BACKBONE).exists)
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
             check_stream(folder, parts.described.result())
         if not started:
-            folder.checkpoints.mkdir(exist_ok=True)
-            checkpoints.save_backbone(folder, parts.model)
-        checkpoint = checkpoints.load(folder) if started else None
+            ranks.decide(start)
+        checkpoint = ranks.decide(lambda: checkpoints.load(folder)) if started else None
         if checkpoint is not None:
             position = checkpoint.position
             logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
@@ -175,6 +198,7 @@ def evaluate(
     """
     folder = RunFolder.existing(path)
     config = _here(folder.config(), device, root)
+    ranks.join(pick_device(config.device))
     chosen = _possible(scenario, config.stream.scenario)
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
@@ -262,14 +286,16 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
     if checkpoint is None:
         logger.info("%s: %s; to %s", config.method, parts.method.summary, folder.path)
         logger.info("%s", parts.overview())
-    trackers = open_trackers(config, folder, parts.method.trains)
+    trackers = open_trackers(config, folder, parts.method.trains) if ranks.is_first() else Trackers([])
     progress = Progress(config.method, parts.work(position.task, position.epoch))
     loop = parts.loop(folder, progress, trackers)
     try:
-        with terminable(), arithmetic(config), show(progress, folder):
+        with terminable(), arithmetic(config), show(progress, folder) if ranks.is_first() else nullcontext():
             loop.run(checkpoint)
             with parts.watch.phase("audit"):
-                auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
+                moved = parts.method.moved()
+                if ranks.is_first():
+                    auditing.audit(folder, parts.model, len(parts.stream.tasks), moved)
             results = loop.write_results("finished")
         trackers.finish(results)
         return results
@@ -279,10 +305,16 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
         raise
     except Exception as error:
         _note_end(loop, "failed")
+        if ranks.is_loss(error):
+            raise TrainingError(
+                "Another process of this run has ended, so this one cannot go on: see its message, or the system's log "
+                f"if it was killed (`mambacl resume {folder.path}` continues from the last checkpoint).",
+                everywhere=True,
+            ) from error
         known = full_disk(error, error.filename or folder.path) if isinstance(error, OSError) else None
         if known is not None or isinstance(error, (UserError, TrainingError)):
             words = f"{known or error} (`mambacl resume {folder.path}` continues from the last checkpoint)"
-            raise TrainingError(words) from error
+            raise TrainingError(words, getattr(error, "everywhere", False)) from error
         log = folder.path / "error.log"
         with suppress(OSError):
             log.write_text(traceback.format_exc(), encoding="utf-8")

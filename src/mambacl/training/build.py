@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mambacl import ranks
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import classifier_names, load_pretrained, weights_file
 from mambacl.backbones.registry import MODELS
@@ -22,6 +23,7 @@ from mambacl.training import checkpoints
 from mambacl.training.folder import TASK_END, RunFolder
 from mambacl.training.loop import Loop, consolidates
 from mambacl.training.progress import Progress
+from mambacl.training.recipe import Recipe
 from mambacl.training.seconds import Watch
 from mambacl.training.tracking import Trackers
 from mambacl.tuning import recompute
@@ -153,12 +155,19 @@ def build(
         if config.training.recompute:
             recompute(model)
         method = _method(config, folder, stream, method_class, model.to(device))
-        if config.training.accumulate > 1 and not method.splits:
-            raise UserError(
-                f"The images of a batch affect each other in the loss of '{method.name}', so it cannot go through the "
-                "model in pieces: set training.accumulate to 1."
-            )
+        check_parts(config.training, method)
     return Parts(config, model, stream, method, device, loop, watch, described)
+
+
+def check_parts(recipe: Recipe, method: Method) -> None:
+    """Refuses to cut batches into pieces, or to share them among processes, if that would change the result."""
+    processes = ranks.count()
+    if method.trains and not method.splits and (recipe.accumulate > 1 or processes > 1):
+        remedy = "set training.accumulate to 1" if processes == 1 else "train it with a single process"
+        raise UserError(
+            f"The images of a batch affect each other in the loss of '{method.name}', so it cannot go through the "
+            f"model in pieces: {remedy}."
+        )
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
@@ -259,7 +268,17 @@ def check_stream(folder: RunFolder, now: Mapping[str, Any]) -> None:
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of this process. With several on a machine, each has a GPU of its own."""
     check_device(name)
+    number, here = ranks.on_machine()
+    if here > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
+        if here > torch.cuda.device_count():
+            raise UserError(
+                f"{here} processes need {here} GPUs, but this machine has {torch.cuda.device_count()}: start fewer, or "
+                "use --device cpu."
+            )
+        torch.cuda.set_device(number)
+        return torch.device("cuda", number)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

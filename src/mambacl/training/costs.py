@@ -197,9 +197,8 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
     """Seconds of a step, which add up. `waiting` is what communication takes longer than the work that hides it.
 
     DDP sums the gradients, 4 T bytes, while the last piece's backward pass runs. FSDP2 gathers the parameters, 4 P
-    bytes, for every forward and backward pass, and scatters the gradients, all hidden by both passes. The projection is
-    shared by all GPUs if that is faster: each projects its share, and all gather the projected values. With FSDP2 each
-    projects its shard.
+    bytes, for every forward and backward pass, and scatters the gradients, all hidden by both passes. With DDP each GPU
+    projects the whole step, with FSDP2 its share.
     """
     trained = FLOAT32 * (sizes.trained + sizes.head_trained)
     forward, backward = (load.own * flops / machine.speed for flops in (sizes.forward, sizes.backward))
@@ -211,9 +210,7 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
     else:
         sent = all_reduce(trained, load.gpus, machine, math.ceil(trained / BUCKET))
         hidden = (again + backward) / switches.accumulate
-    alone = sizes.projection / machine.float32
-    gathered = 0.0 if switches.sharded else all_gather(FLOAT32 * sizes.projected, load.gpus, machine)
-    projection = min(alone, alone / load.gpus + gathered)
+    projection = sizes.projection / machine.float32 / (load.gpus if switches.sharded else 1)
     brought = sizes.basis_values * ITEMS[switches.storage] / machine.host if switches.projectors != "device" else 0.0
     return {
         "forward": forward,
@@ -226,8 +223,14 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
     }
 
 
+def shared_projection(sizes: Sizes, load: Load, machine: Machine) -> float:
+    """Seconds of the projection with `NullSpace(share_steps=True)` and DDP: each GPU projects its share of the
+    parameters, and sends them to the others."""
+    return sizes.projection / machine.float32 / load.gpus + all_gather(FLOAT32 * sizes.projected, load.gpus, machine)
+
+
 def sent_bytes(sizes: Sizes, switches: Switches, load: Load) -> float:
-    """Bytes that each GPU sends in a step: gradients, parameters with FSDP2, projected values."""
+    """Bytes that each GPU sends in a step: gradients, and parameters with FSDP2."""
     each, trained = (load.gpus - 1) / load.gpus, FLOAT32 * (sizes.trained + sizes.head_trained)
     if switches.sharded:
         return switches.accumulate * each * (2 * FLOAT32 * sizes.parameters + trained)

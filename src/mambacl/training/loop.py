@@ -1,6 +1,7 @@
 """The training loop: tasks, epochs, steps; after each task, the method finishes it, then evaluation and results.
 
-It works with any method.
+It works with any method. Several processes train one run together (`ranks`): each takes its part of every batch, all
+end with the same parameters and statistics, and the first writes the files.
 """
 
 import copy
@@ -9,7 +10,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mambacl import ranks
+from mambacl.data.loaders import Share
 from mambacl.log import logger
 from mambacl.methods import Method, Task
 from mambacl.scenarios import AMONG_ALL, Scenario, chosen
@@ -63,6 +66,11 @@ class TaskStream(Protocol):
 
 class TrainingError(RuntimeError):
     """A run that cannot continue: one sentence with the remedy."""
+
+    def __init__(self, words: str, everywhere: bool = False) -> None:
+        """`everywhere`: whether all processes of the run say the same."""
+        super().__init__(words)
+        self.everywhere = everywhere
 
 
 class Loop:
@@ -110,7 +118,7 @@ class Loop:
             torch.cuda.reset_peak_memory_stats(self.device)
         if checkpoint is not None:
             self._restore(checkpoint)
-        else:
+        elif ranks.is_first():
             self.folder.truncate_events(0)
             self.write_results("running")
         for task in range(self.position.task, len(self.stream.tasks)):
@@ -174,22 +182,24 @@ class Loop:
             self.progress.skip("train", count)
             return
         with self.watch.phase("data"):
-            batches = epoch_batches()
-        steps = len(batches)  # type: ignore[arg-type]
+            batches = self._own(epoch_batches())
+        steps, size = len(batches), recipe.batch_size  # type: ignore[arg-type]
         self._phase("train", "compiling" if compiling else "training", task, count, epoch + 1, recipe.epochs)
         assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
-            self.step(images, labels, self._rate(epoch, step / steps))
+            whole = len(labels) if ranks.count() == 1 else min(size, count - step * size)
+            self.step(images, labels, self._rate(epoch, step / steps), of=whole if ranks.count() > 1 else 0)
             if step == 0 and compiling:
                 self.progress.text("training")
-            self.progress.step(len(labels))
+            self.progress.step(whole)
         loss_sum, right, images_seen = self.step.take_sums()
         loss_mean, accuracy = loss_sum / images_seen, right / images_seen
         seconds = time.perf_counter() - started
         if not np.isfinite(loss_mean):
             raise TrainingError(
-                f"The loss in {place} is not finite: lower training.lr or training.head_lr, or use precision float32."
+                f"The loss in {place} is not finite: lower training.lr or training.head_lr, or use precision float32.",
+                everywhere=True,
             )
         self.watch.add("train", seconds)
         self.position.images += images_seen
@@ -207,6 +217,27 @@ class Loop:
         done = (epoch + (share if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
         return recipe.lr_factor(done) * phase.rate
 
+    # This process's share of the work
+
+    def _own(self, batches: Batches, in_turns: bool = False) -> Batches:
+        """This process's part of each batch, and at least one image of it; or `in_turns`, every so many batches."""
+        if ranks.count() == 1:
+            return batches
+        return batches.shared(Share(ranks.count(), ranks.rank(), in_turns))  # type: ignore[attr-defined]
+
+    def _parts(self, batches: Batches, images: int, size: int, all_batches: bool = False) -> Batches:
+        """Parts of batches of `size` of so many `images`, with a label for each image that is this process's: none in a
+        batch with too few images for all. Such batches are left out, unless all processes have to meet in each."""
+        return batches if ranks.count() == 1 else self._labelled(batches, images, size, all_batches)
+
+    def _labelled(self, batches: Batches, images: int, size: int, all_batches: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, (pixels, labels) in enumerate(self._own(batches)):
+            part = ranks.part(min(size, images - number * size))
+            if part.stop > part.start:
+                yield pixels, labels
+            elif all_batches:
+                yield pixels, labels[:0]
+
     # What the stream needs to know of stored images; streams of methods that store none need not know the word
 
     def _stored(self) -> dict[str, StoredImages]:
@@ -218,7 +249,8 @@ class Loop:
         return self.stream.train_batches(task, epoch, size, passes, **self._stored())
 
     def _finishing_batches(self, task: int) -> Batches:
-        return self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
+        batches = self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
+        return self._own(batches, in_turns=True) if self.method.adds_up else batches
 
     def _count(self, task: int) -> int:
         """Images in one pass over a task."""
@@ -257,34 +289,37 @@ class Loop:
         recipe = self.recipe
         if consolidates(self.method):
             self._phase("covariance", "consolidating", task, self._count(task))
-        done = self.method.finish_task(self.progress.over(self._finishing_batches(task)))
+        parts = ranks.count() if self.method.adds_up else 1
+        done = self.method.finish_task(self.progress.over(self._finishing_batches(task), parts))
         if self.method.stores_images:
             self.method.keep_images(partial(self.stream.train_image, task))
         for phase, seconds in done.items():
             self.watch.add(phase, seconds)
         if self.method.classifier.updates:
             self._phase("classifier", "learning features", task, self.stream.train_count(task))
-            batches = self.stream.plain_batches(task, recipe.eval_batch_size)
+            size, images = recipe.eval_batch_size, self.stream.train_count(task)
+            batches = self._parts(self.stream.plain_batches(task, size), images, size, all_batches=True)
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
                 if self.method.start:
                     self.progress.text("following the drift")
                     self.method.follow_drift(lambda: self.stream.plain_batches(task, recipe.eval_batch_size))
                     self.progress.text("learning features")
-                self.method.fit_classifier(self.progress.over(batches))
+                self.method.fit_classifier(self.progress.over(batches, ranks.count()))
                 self.method.calibrate()
 
     def _end_task(self, task: int) -> None:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
         place = f"task {task + 1}/{tasks}"
         self._consolidate(task)
-        if self.audit_images:
+        if self.audit_images and ranks.is_first():
             with self.watch.phase("audit"):
                 images = self.stream.some_images(task, self.audit_images).to(self.device)
                 auditing.keep(self.folder, task, self.method.model, images)
         with self.watch.phase("evaluate"):
             row = self.evaluate(task)
             classes = [c for own in self.stream.tasks for c in own]  # by label
-            self.folder.write_confusion(task, count_confusion(self.answers, classes))
+            if ranks.is_first():
+                self.folder.write_confusion(task, count_confusion(self.answers, classes))
         position.correct.append(row)
         tensors, text = self.method.task_state_dict(), self.method.task_text()
         state = TaskState(task_file(task), tensors, text) if tensors else None
@@ -343,7 +378,8 @@ class Loop:
         for j in range(task + 1):
             parts = [(labels, chosen(logits, self.scenario, sizes, j)) for logits, labels in self._scores(j, predict)]
             empty = torch.zeros(2, 0, dtype=torch.int64)
-            both = torch.cat([torch.stack(part) for part in parts], dim=1).cpu() if parts else empty
+            both = torch.cat([torch.stack(part) for part in parts], dim=1) if parts else empty.to(self.device)
+            both = ranks.rows(both.T).T.cpu()  # in another order with several processes
             found.append((both[0].numpy(), both[1].numpy()))
         return found
 
@@ -356,9 +392,10 @@ class Loop:
                 yield method.scores(inputs), labels
             return
         kept: list[tuple[list[Tensor], Tensor]] | None = [] if method.features_stay else None
-        for images, labels in self.stream.test_batches(task, self.recipe.eval_batch_size):
+        count, size = self.stream.test_counts()[task], self.recipe.eval_batch_size
+        for images, labels in self._parts(self.stream.test_batches(task, size), count, size):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            self.progress.step(len(labels))
+            self.progress.step(len(labels) * ranks.count())
             if kept is None:
                 yield predict(images), labels
                 continue
@@ -383,15 +420,17 @@ class Loop:
             assert self.optimizer is not None
             checkpoints.load_optimizer(self.optimizer, self.names, checkpoint.optimizer_state)
         checkpoints.restore_random_state(checkpoint.random_tensors, checkpoint.random_text)
-        self.folder.truncate_events(self.position.metrics_length)
-        self.write_results("running")
+        if ranks.is_first():
+            self.folder.truncate_events(self.position.metrics_length)
+            self.write_results("running")
 
     def _save(self, task_state: TaskState | None = None) -> None:
         """Writes a checkpoint, with the method's state at the end of a task. In the background, a checkpoint within a
         task is skipped if the one before is recent or still being written: on a GPU, an epoch can take less time than
         flushing to disk."""
         with self.watch.phase("checkpoints"):
-            self._write_checkpoint(task_state)
+            if ranks.is_first():
+                self._write_checkpoint(task_state)
 
     def _write_checkpoint(self, state: TaskState | None) -> None:
         now, within_task = time.perf_counter(), self.position.epoch > 0
@@ -422,6 +461,8 @@ class Loop:
         self.background.do(write)
 
     def _record(self, event: str, **values: Any) -> None:
+        if not ranks.is_first():
+            return
         self.folder.append_event({"event": event, **values})
         self.trackers.event({"event": event, **values})
 
@@ -435,7 +476,8 @@ class Loop:
     def write_results(self, status: str) -> dict[str, Any]:
         self.background.wait()
         results = self.results(status)
-        self.folder.write_results(results)
+        if ranks.is_first():
+            self.folder.write_results(results)
         return results
 
     def results(self, status: str) -> dict[str, Any]:
@@ -455,6 +497,7 @@ class Loop:
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
+            **({"processes": ranks.count()} if ranks.count() > 1 else {}),
             "state_bytes": position.state_bytes,
             **self._classifier_size(),
             "versions": versions(),

@@ -136,7 +136,17 @@ def switched(sizes: Sizes, start: Switches, load: Load, machine: Machine, limit:
         if costs.peak(sizes, best, load, machine) < costs.peak(sizes, now, load, machine):
             now = best
             steps.append((name.format(**asdict(now)), now))
+    enough = [n for n in _pieces(start, load) if n < now.accumulate]  # with what came after accumulation
+    for count in [start.accumulate, *enough]:
+        fewer = replace(now, accumulate=count)
+        if count < now.accumulate and costs.peak(sizes, fewer, load, machine) <= limit:
+            steps.append((f"training.accumulate {count}, enough then", fewer))
+            break
     return steps
+
+
+def _pieces(start: Switches, load: Load) -> list[int]:
+    return [n for n in (start.accumulate << k for k in range(1, load.own.bit_length() + 1)) if n < 2 * load.own]
 
 
 Changes = dict[str, Any]
@@ -148,9 +158,9 @@ def _changed(switches: Switches, changes: Changes) -> Switches:
 
 def _in_order(start: Switches, load: Load) -> Iterator[tuple[str, list[Changes]]]:
     """Changes by cost; of several under one name, the first that fits counts."""
-    pieces = [start.accumulate << n for n in range(1, load.own.bit_length() + 1)]
+    pieces = _pieces(start, load)
     few = [n for n in pieces if load.own // n >= SMALLEST]
-    many = [n for n in pieces if n not in few and n < 2 * load.own]
+    many = [n for n in pieces if n not in few]
     yield "training.accumulate {accumulate}", [{"accumulate": n} for n in few]
     yield "training.recompute true", [{"recompute": True}]
     yield "nullspace.covariances cpu", [{"covariances": "cpu"}]

@@ -148,10 +148,10 @@ class Progress:
         """This many images of a phase need no work after all."""
         self.left[counted] = self.left.get(counted, 0.0) - images
 
-    def over(self, batches: Iterable[T]) -> "Counted[T]":
-        """The same batches of (images, labels), counted as the current phase. What follows the last is shown as
-        solving."""
-        return Counted(self, batches)
+    def over(self, batches: Iterable[T], parts: int = 1) -> "Counted[T]":
+        """The same batches of (images, labels), counted as the current phase; `parts`: of how many processes this is
+        one. What follows the last is shown as solving."""
+        return Counted(self, batches, parts)
 
     def epoch(self, text: str) -> None:
         self.line(text, task=False)
@@ -190,8 +190,8 @@ class Progress:
 
 
 class Counted(Generic[T]):
-    def __init__(self, progress: Progress, batches: Iterable[T]) -> None:
-        self.progress, self.batches = progress, batches
+    def __init__(self, progress: Progress, batches: Iterable[T], parts: int) -> None:
+        self.progress, self.batches, self.parts = progress, batches, parts
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -200,6 +200,6 @@ class Counted(Generic[T]):
         progress = self.progress
         for batch in self.batches:
             yield batch
-            progress.step(len(batch[1]))  # type: ignore[index]
+            progress.step(self.parts * len(batch[1]))  # type: ignore[index]
         if progress.counted in SOLVING:
             progress.text(SOLVING[progress.counted])

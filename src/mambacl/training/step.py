@@ -3,15 +3,19 @@
 On a GPU, a step consists of a few hundred small kernels, and Python takes longer to launch them than the GPU takes to
 run them. So the first steps of a task run normally, then one is recorded as a CUDA graph, and later steps replay it:
 the same kernels and results with a single launch. Batches of another size run normally.
+
+With several processes, each has a part of every batch and PyTorch's `DistributedDataParallel` adds up their gradients:
+the step is that of the whole batch. Such steps are not recorded.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mambacl import ranks
 from mambacl.log import logger
@@ -27,6 +31,28 @@ def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[Any]:
 
 class Loss(Protocol):
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class LossModule(nn.Module):
+    """A method's loss as a module with the parameters that train, as `DistributedDataParallel` wants it."""
+
+    def __init__(self, method: Loss, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.compute, self.trained = method.loss, nn.ParameterList(parameters)
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.compute(images, labels)
+
+
+def loss_over_ranks(method: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The method's loss. With several processes, its gradients are averaged over them in the backward pass. Parameters
+    are equal everywhere already, and a batch need not use all of them."""
+    if ranks.count() == 1:
+        return method.loss
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained:
+        return method.loss
+    return DistributedDataParallel(LossModule(method, trained), init_sync=False, find_unused_parameters=True)
 
 
 class Recorder:
@@ -95,16 +121,22 @@ class TrainingStep:
         self.loss_sum = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.images_seen = 0
-        self.graphs = graphs and device.type == "cuda" and rates_are_tensors(optimizer)
+        self.loss = loss_over_ranks(method, optimizer)
+        alone = ranks.count() == 1
+        self.graphs = graphs and alone and device.type == "cuda" and rates_are_tensors(optimizer)
         self.factor: float | None = None
         self._taken = 0
         self._shapes: set[torch.Size] = set()  # of the batches so far
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
-    def __call__(self, images: Tensor, labels: Tensor, factor: float) -> None:
-        """Takes a step, with the learning rates multiplied by `factor`."""
+    def __call__(self, images: Tensor, labels: Tensor, factor: float, of: int = 0) -> None:
+        """Takes a step, with the learning rates multiplied by `factor`. `of`: images in the whole batch, if this is one
+        process's part of it; an image of which no part is left for this process counts nothing."""
         self._set_rates(factor)
         images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        if of:
+            self._run(images, labels, of)
+            return
         self.images_seen += len(images)
         if self._recorded is None and self.graphs and self._taken >= WARM_UP and images.shape in self._shapes:
             self._record(images, labels)  # never the last, smaller batch of an epoch
@@ -119,33 +151,51 @@ class TrainingStep:
         self._shapes.add(images.shape)
 
     def means(self) -> tuple[float, float]:
-        """The mean loss and the accuracy since the last call of `take_sums`."""
-        return float(self.loss_sum) / self.images_seen, int(self.right) / self.images_seen
+        """The mean loss and the accuracy of this process's images since the last call of `take_sums`."""
+        seen = max(1, self.images_seen)
+        return float(self.loss_sum) / seen, int(self.right) / seen
 
     def take_sums(self) -> tuple[float, int, int]:
-        """The sum of the images' losses, the number of correct images and the number of images since the last call."""
-        sums = float(self.loss_sum), int(self.right), self.images_seen
+        """The sum of the images' losses, the number of correct images and the number of images since the last call, of
+        all processes."""
+        seen = torch.tensor(self.images_seen, device=self.device)
+        ranks.sum_([self.loss_sum, self.right, seen])
+        sums = float(self.loss_sum), int(self.right), int(seen)
         self.loss_sum.zero_()
         self.right.zero_()
         self.images_seen = 0
         return sums
 
-    def _run(self, images: Tensor, labels: Tensor) -> None:
-        """The pieces' gradients add up to that of the whole batch, because the loss is a mean over images."""
+    def _run(self, images: Tensor, labels: Tensor, of: int = 0) -> None:
+        """The gradients of all pieces and all processes add up to that of the whole batch, because the loss is a mean
+        over images."""
+        part = ranks.part(of) if of else slice(0, len(images))
+        own = part.stop - part.start
         cuts = [ranks.part(len(images), self.accumulate, piece) for piece in range(self.accumulate)]
-        for number, cut in enumerate(cut for cut in cuts if cut.start < cut.stop):
-            count = cut.stop - cut.start
-            with autocast(self.device, self.bf16):
-                loss, correct = self.method.loss(images[cut], labels[cut])
-            if number == 0:  # here, because a method's loss may use the gradients for work of its own
-                self.optimizer.zero_grad(set_to_none=True)
-            (loss if count == len(images) else loss * (count / len(images))).backward()
-            self.loss_sum += loss.detach() * count
-            self.right += correct
+        cuts = [cut for cut in cuts if cut.start < cut.stop]
+        for number, cut in enumerate(cuts):
+            count = min(own, cut.stop - cut.start)  # 0 of an image that stands in for an empty part
+            share = count * ranks.count() / of if of else count / len(images)  # the mean over processes divides by them
+            with self._exchanging(number == len(cuts) - 1):
+                with autocast(self.device, self.bf16):
+                    loss, correct = self.loss(images[cut], labels[cut])
+                if number == 0:  # here, because a method's loss may use the gradients for work of its own
+                    self.optimizer.zero_grad(set_to_none=True)
+                (loss if share == 1 else loss * share).backward()
+            if count:
+                self.loss_sum += loss.detach() * count
+                self.right += correct
+        if of:
+            self.images_seen += own
         if self.clip:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(trained, self.clip)
         self.optimizer.step()
+
+    def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
+        """Only the last piece of a batch sends the sum of its gradients round."""
+        loss = self.loss
+        return loss.no_sync() if isinstance(loss, DistributedDataParallel) and not last else nullcontext()
 
     def _set_rates(self, factor: float) -> None:
         if factor == self.factor:

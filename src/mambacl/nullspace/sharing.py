@@ -1,0 +1,82 @@
+"""Work that ranks share out: each does its share, and passes the results on to the others.
+
+    owners = shared_out({key: cost, ...})          # the same on all ranks
+    with failing_together():
+        mine = {key: work(key) for key in own(owners)}
+    found = passed_round(mine, owners, shapes, like)
+
+In a single process, that one owns everything and passes nothing on.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mambacl import ranks
+from mambacl.errors import UserError
+
+K = TypeVar("K", bound=Hashable)
+
+
+def shared_out(costs: Mapping[K, float], count: int | None = None) -> dict[K, int]:
+    """The rank that does each piece of work: the most expensive first, each to the rank with the least to do."""
+    loads = [0.0] * (ranks.count() if count is None else count)
+    found: dict[K, int] = {}
+    for key in sorted(costs, key=lambda key: -costs[key]):  # stable: equal ones in the order given
+        owner = loads.index(min(loads))
+        found[key] = owner
+        loads[owner] += costs[key]
+    return {key: found[key] for key in costs}
+
+
+def own(owners: Mapping[K, int]) -> list[K]:
+    """What this rank does."""
+    return [key for key, owner in owners.items() if owner == ranks.rank()]
+
+
+def passed_round(
+    mine: Mapping[K, Tensor], owners: Mapping[K, int], shapes: Mapping[K, Sequence[int]], like: Tensor
+) -> dict[K, Tensor]:
+    """Every rank's tensors, by key, with the same bits on all ranks. `like`: has their dtype, and the device on which
+    ranks exchange tensors."""
+    if ranks.count() == 1:
+        return dict(mine)
+    found: dict[K, Tensor] = {}
+    for number in range(ranks.count()):
+        keys = [key for key, owner in owners.items() if owner == number]
+        sizes = [torch.Size(shapes[key]).numel() for key in keys]
+        flat = like.new_empty(sum(sizes))
+        if number == ranks.rank():
+            for place, key in zip(flat.split(sizes), keys, strict=True):
+                place.copy_(mine[key].reshape(-1))
+        if flat.numel():
+            ranks.copy_from([flat], number)
+        found |= {key: t.view(tuple(shapes[key])) for key, t in zip(keys, flat.split(sizes), strict=True)}
+    return {key: found[key] for key in owners}
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """What fails within it on one rank fails on all of them afterwards, so that none waits for a rank that is gone."""
+    if ranks.count() == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    try:
+        said = ranks.together(None if failure is None else f"{failure}" or type(failure).__name__)
+    except Exception:
+        if failure is None:
+            raise
+        said = []
+    if failure is not None:
+        raise failure
+    for number, text in enumerate(said):
+        if text is not None:
+            raise UserError(f"Process {number} failed: {text}")

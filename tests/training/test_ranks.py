@@ -1,0 +1,344 @@
+"""Several processes train one run: same batches, counts and parameters as a single one, whatever dies on the way."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import RankError, on_ranks, outcomes
+from safetensors.torch import load_file
+from small_run import CONFIG, OPTIONS, VIT
+from tolerance import rounding
+from torch import Tensor, nn
+from training_help import interrupted_after
+
+import mambacl
+from mambacl import ranks
+from mambacl.backbones import create_model
+from mambacl.errors import UserError
+from mambacl.methods import METHODS, Setup, Task
+from mambacl.training import checkpoints
+from mambacl.training.loop import TrainingError
+from mambacl.training.step import TrainingStep
+
+TRAINING = [name for name in METHODS.names() if METHODS.get(name).trains]
+PASSES = 30  # enough for a kill to find the run under way
+TERMS = 10**5  # of all sums on the way through a tiny model and back
+SGD = {**CONFIG["training"], "optimizer": "sgd", "lr": 1e-2, "head_lr": 1e-2}
+"""Adam divides each gradient by its size, so that rounding decides where gradients are close to 0"""
+
+
+# A step
+
+
+def model_for(method: str) -> nn.Module:
+    torch.manual_seed(0)
+    attention = METHODS.get(method).needs_attention
+    options = VIT["backbone_options"] if attention else CONFIG["backbone_options"]
+    return create_model("vit" if attention else "defocus_mamba", num_classes=0, **options).double().eval()
+
+
+def one_step(name: str, images_count: int, accumulate: int) -> tuple[dict[str, Tensor], tuple[float, int, int]] | None:
+    """Gradients and sums of a step of the last task, of this process's part of the images; None if its images cannot
+    be shared."""
+    torch.set_default_dtype(torch.float64)
+    tasks = 1 if METHODS.get(name).first_task_only else 2
+    method = METHODS.get(name)(model_for(name), Setup(options=OPTIONS.get(name, {}), tasks=tasks))
+    if not method.splits:
+        return None
+    torch.manual_seed(0)
+    of = images_count if ranks.count() > 1 else 0
+    own = ranks.part(images_count)
+    own = own if own.stop > own.start else slice(0, 1)
+    for task in range(tasks):
+        images = torch.randn(images_count, 3, 16, 16)
+        labels = torch.tensor([0, 1, 1, 0, 1, 0, 0])[:images_count] + 2 * task
+        method.start_task(Task(task, 2, first_label=2 * task, seed=task))
+        named = [pair for role in method.named_parameters().values() for pair in role]
+        rate = 1e-3 if task + 1 < tasks else 0.0
+        optimizer = torch.optim.SGD([{"params": [p for _, p in named], "lr": rate, "base_lr": rate}])
+        step = TrainingStep(method, optimizer, torch.device("cpu"), False, False, accumulate=accumulate)
+        if task + 1 < tasks:
+            step(images[own], labels[own], 1.0, of)
+            step.take_sums()
+            batches = [(images[i : i + 2], labels[i : i + 2]) for i in range(0, images_count, 2)]
+            method.finish_task(batches[ranks.rank() :: ranks.count()] if method.adds_up else batches)
+            if method.classifier.updates:
+                mine = ranks.part(images_count)
+                method.fit_classifier([(images[own], labels[mine])])
+    method.start_epoch(0, lambda: [(images, labels)])
+    step(images[own], labels[own], 1.0, of)
+    return {name: p.grad for name, p in named if p.grad is not None}, step.take_sums()
+
+
+def steps(names: list[str], images: int, accumulate: int) -> dict[str, Any]:
+    return {name: one_step(name, images, accumulate) for name in names}
+
+
+@pytest.fixture
+def doubles() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("doubles")
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_gradient_of_every_method_is_that_of_one_process(count: int) -> None:
+    """Seven images, so that parts differ in size."""
+    alone = steps(TRAINING, 7, 1)
+    assert sum(result is not None for result in alone.values()) > 20
+    for rank, found in enumerate(on_ranks(count, steps, TRAINING, 7, 1)):
+        for name, expected in alone.items():
+            assert_same_step(found[name], expected, f"{name}, rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("doubles")
+def test_pieces_and_empty_parts_change_no_gradient() -> None:
+    """Two images for three processes, and parts of two pieces each."""
+    names = ["sequential", "coda-prompt", "mamba-cl"]
+    for images, accumulate in ((2, 1), (7, 2)):
+        alone = steps(names, images, 1)
+        for rank, found in enumerate(on_ranks(3, steps, names, images, accumulate)):
+            for name, expected in alone.items():
+                assert_same_step(found[name], expected, f"{name}, rank {rank}, {images} images")
+
+
+def assert_same_step(found: Any, expected: Any, what: str) -> None:
+    if expected is None:
+        assert found is None, what
+        return
+    (gradients, sums), (others, other_sums) = found, expected
+    assert gradients.keys() == others.keys() and sums[1:] == other_sums[1:], what
+    assert sums[0] == pytest.approx(other_sums[0], rel=rounding(TERMS, torch.float64)), what
+    largest = max(gradient.abs().max().item() for gradient in others.values())
+    assert largest > 0
+    for name, gradient in others.items():
+        assert (gradient - gradients[name]).abs().max().item() <= rounding(TERMS, torch.float64) * largest, (what, name)
+
+
+# A run
+
+
+def train(folder: Path, **overrides: Any) -> int:
+    torch.set_num_threads(1)
+    mambacl.train(CONFIG, out=str(folder), device="cpu", **overrides)
+    return ranks.count()
+
+
+def stopped(folder: Path, after: int, **overrides: Any) -> None:
+    """Interrupted in all processes when the first has written so many checkpoints."""
+    written = checkpoints.write
+
+    if ranks.is_first():
+        with interrupted_after(after):
+            train(folder, **overrides)
+    else:
+        with pytest.raises(TrainingError, match="Another process"):
+            train(folder, **overrides)
+    checkpoints.write = written  # type: ignore[assignment]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def assert_same_outcome(folder: Path, alone: Path) -> None:
+    """Stream, counted images and results; parameters and statistics within the rounding of float32."""
+    one, other = results(folder), results(alone)
+    for key in ("class_order", "tasks", "total", "status"):
+        assert one[key] == other[key]
+    assert json.loads((folder / "stream.json").read_text()) == json.loads((alone / "stream.json").read_text())
+    seen, expected = ([event["images"] for event in events(where, "epoch")] for where in (folder, alone))
+    assert seen == expected
+    for row, other_row in zip(one["correct"], other["correct"], strict=True):
+        assert all(abs(a - b) <= 2 for a, b in zip(row, other_row, strict=True)), (row, other_row)
+    names = ["last.safetensors", *(path.name for path in (alone / "checkpoints").glob("task-*"))]
+    compared = 0
+    for name in names:
+        a, b = (load_file(where / "checkpoints" / name) for where in (folder, alone))
+        assert a.keys() == b.keys()
+        for key, tensor in b.items():
+            if key.startswith("random.") or not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if key.endswith((".basis", ".moved")):  # a basis is free up to a rotation; energies are of tiny differences
+                continue
+            bound = 3 * rounding(TERMS) * tensor.abs().max().item()
+            assert (a[key].double() - tensor.double()).abs().max().item() <= bound, key
+            compared += tensor.numel()
+    assert compared > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"training": SGD},
+        {"training": SGD, "setting": "exact", "stream": {**CONFIG["stream"], "transforms": {"engine": "batched"}}},
+        {"method": "analytic", "classifier_options": {"width": 200}},
+        {"method": "sequential", "classifier": "lda", "training": SGD},
+    ],
+    ids=["mamba-cl", "exact-batched", "analytic", "sequential-lda"],
+)
+@pytest.mark.usefixtures("few_test_images")
+def test_two_and_three_processes_train_the_run_of_one(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    train(tmp_path / "1", **overrides)
+    assert "processes" not in results(tmp_path / "1")
+    for count in (2, 3):
+        folder = tmp_path / str(count)
+        assert on_ranks(count, train_few, folder, overrides) == [count] * count
+        assert results(folder)["processes"] == count
+        assert_same_outcome(folder, tmp_path / "1")
+
+
+def train_few(folder: Path, overrides: dict[str, Any]) -> int:
+    from conftest import fewer_test_images
+
+    with fewer_test_images(10):
+        return train(folder, **overrides)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
+    train(tmp_path / "1", training=SGD)
+    on_ranks(2, stop_it, tmp_path / "run")
+    assert results(tmp_path / "run")["status"] == "interrupted"
+    on_ranks(3, resume_it, tmp_path / "run")
+    assert_same_outcome(tmp_path / "run", tmp_path / "1")
+
+
+def stop_it(folder: Path) -> None:
+    stopped(folder, 5, training=SGD)
+
+
+def resume_it(folder: Path) -> None:
+    mambacl.resume(folder)
+
+
+# Mistakes
+
+
+def test_a_loss_of_whole_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        on_ranks(2, train, tmp_path / "run")  # to see that the processes work
+        on_ranks(2, train_method, tmp_path / "other", "mamba-fscil")
+    assert isinstance(caught.value.error, UserError)
+    assert re.search(r"affect each other in the loss of 'mamba-fscil'.*a single process", str(caught.value.error))
+    assert not (tmp_path / "other").exists()
+
+
+def train_method(folder: Path, method: str) -> None:
+    train(folder, method=method, options=OPTIONS.get(method, {}))
+
+
+def test_all_processes_hear_what_the_first_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("method: [")
+    found = outcomes(2, train, tmp_path / "run")
+    assert all(isinstance(one.error, UserError) for one in found) and str(found[0].error) == str(found[1].error)
+
+
+# From the command line
+
+
+def command(*words: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    return [sys.executable, *launcher, "-m", "mambacl", *words]
+
+
+def environment() -> dict[str, str]:
+    places = os.pathsep.join([str(Path(mambacl.__file__).parents[1]), str(Path(__file__).parents[1])])
+    return {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+
+
+def config_file(folder: Path, passes: int) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(json.dumps({**CONFIG, "training": {**SGD, "passes": passes}, "device": "cpu"}))
+    return path
+
+
+@pytest.mark.slow
+def test_gpus_starts_the_processes_and_a_mistake_is_told_once(tmp_path: Path) -> None:
+    words = ["train", str(config_file(tmp_path, 3)), "--gpus", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command(*words), env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert results(tmp_path / "run")["processes"] == 2 and done.stdout.count("Report:") == 1
+    assert done.stderr.count("after task 3/3") == 1
+    again = subprocess.run(
+        command(*words, "--training.lr", "0.5"), env=environment(), capture_output=True, text=True, timeout=120
+    )
+    sentences = [line for line in again.stderr.splitlines() if line.startswith("mambacl: ")]
+    assert again.returncode == 2 and len(sentences) == 1 and "holds another run" in sentences[0]
+    assert "Traceback" not in again.stderr and "ChildFailedError" not in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_run_which_continues(tmp_path: Path, victim: int) -> None:
+    folder = tmp_path / "run"
+    words = ["train", str(config_file(tmp_path, PASSES)), "--gpus", "2", "--out", str(folder)]
+    launcher = subprocess.Popen(command(*words), env=environment(), stderr=subprocess.PIPE, text=True)
+    kill(launcher, victim, folder)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and f"Process {victim + 1} of 2 was ended by SIGKILL" in err, err
+    assert "Traceback" not in err and err.count("mambacl: ") <= 2
+    done = subprocess.run(
+        command("resume", str(folder), "--gpus", "2"), env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert_every_image_counted_once(folder)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
+    """Even with --overwrite, which must not throw away what was trained before the restart."""
+    folder = tmp_path / "run"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+    words = ["train", str(config_file(tmp_path, PASSES)), "--out", str(folder), "--overwrite"]
+    launcher = subprocess.Popen(
+        command(*words, launcher=torchrun), env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    kill(launcher, 1, folder)
+    _, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, err
+    assert "Continuing" in err
+    assert_every_image_counted_once(folder)
+
+
+def assert_every_image_counted_once(folder: Path) -> None:
+    assert results(folder)["status"] == "finished"
+    per_task = [len(task) * CONFIG["stream"]["train_per_class"] for task in results(folder)["tasks"]]
+    assert [event["images"] for event in events(folder, "epoch")] == [n for n in per_task for _ in range(PASSES)]
+
+
+def kill(launcher: subprocess.Popen[str], victim: int, folder: Path) -> None:
+    """Kills one of the launcher's processes once the run has a checkpoint."""
+    deadline = time.monotonic() + 60
+    while not (folder / "checkpoints" / "last.safetensors").exists():
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) != launcher.pid:
+                continue
+            variables = dict(entry.partition("=")[::2] for entry in (path / "environ").read_text().split("\0"))
+        except OSError:
+            continue
+        if variables.get("RANK") == str(victim):
+            os.kill(int(path.name), signal.SIGKILL)
+            return
+    raise AssertionError("no such process")
