@@ -6,11 +6,13 @@ import pytest
 import torch
 from block_models import build
 from nullspace_help import images, set_random_gradients
+from processes import on_ranks
 from tasks_help import assert_same_protection, same, space_of
+from test_fsdp import SETTINGS, two_tasks
 
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup
-from mambacl.nullspace import NullSpace, Setting
+from mambacl.nullspace import NullSpace, Setting, projected_step
 from mambacl.nullspace.offload import Carrier
 
 CPU = torch.device("cpu")
@@ -45,6 +47,21 @@ def test_the_place_of_projectors_changes_no_bit(name, place, most, tmp_path, mon
     stacks = {id(c.bases): c.bases for c in space.projected_step.constraints if hasattr(c, "bases")}.values()
     assert all(stack.basis.device == CPU and stack.carrier is not None for stack in stacks)
     assert most > 1 or all(len(stack.basis) == 1 for stack in stacks)
+
+
+def cut_model(place):
+    """What two tasks give on a model that FSDP2 has cut, with each basis brought for itself."""
+    projected_step.STACK_BYTES = 1  # in this process, which ends here
+    SETTINGS["here"] = {**SETTINGS["every layer"], "projectors": place}
+    return {name: found for name, found in two_tasks("here", "Adam", True, 2).items() if name in ("energy", "model")}
+
+
+def test_the_place_changes_no_bit_of_a_model_that_fsdp2_has_cut():
+    """With projectors from the left, too."""
+    (usual, _), (found, other) = (on_ranks(2, cut_model, place) for place in ("device", "cpu"))
+    for name, tensor in usual["model"].items():
+        assert torch.equal(found["model"][name], tensor) and torch.equal(other["model"][name], tensor), name
+    assert same(found["energy"], usual["energy"])
 
 
 def test_half_precision_can_be_elsewhere_too(tiny_model, tmp_path):

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from backbones_help import DEPTHS, model_of_depths
+from processes import on_ranks
 from small_run import CONFIG, OPTIONS, backbone_for
 from torch import nn
 
 import mambacl
+from mambacl import ranks
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace import recursive
@@ -62,6 +64,27 @@ def test_every_backbone_takes_the_same_steps(family: str, name: str) -> None:
     setting = Setting(rank="energy:0.9", layers="all" if family == "vit_nano" else "ssm")
     kept, again = (trained(name, model_of_depths(family), on, 2, setting) for on in (False, True))
     assert all(torch.equal(tensor, again[key]) for key, tensor in kept.items())
+
+
+def part_of_a_step(name: str, again: bool) -> dict[str, torch.Tensor]:
+    """Gradients of this process's part of seven images, in two pieces, summed over the processes."""
+    method = METHODS.get(name)(model_of_depths("vim_nano"), Setup())
+    if again:
+        recompute(method.model)
+    method.start_task(Task(0, 2, first_label=0, seed=0))
+    named = [pair for role in method.named_parameters().values() for pair in role]
+    optimizer = torch.optim.SGD([{"params": [p for _, p in named], "lr": 0.0, "base_lr": 0.0}])
+    images, labels = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 2
+    own = ranks.part(7)
+    TrainingStep(method, optimizer, CPU, False, False, accumulate=2)(images[own], labels[own], 1.0, 7)
+    return {name: p.grad for name, p in named}
+
+
+def test_several_processes_have_the_same_gradients() -> None:
+    usual, again = (on_ranks(2, part_of_a_step, "mamba-cl", on) for on in (False, True))
+    for one, other in zip(usual, again, strict=True):
+        assert all(torch.equal(other[name], gradient) for name, gradient in one.items())
+        assert any(gradient.any() for gradient in one.values())
 
 
 def test_names_stay_and_it_can_be_switched_off(tiny_model: Callable[..., nn.Module]) -> None:
