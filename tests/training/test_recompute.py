@@ -80,6 +80,7 @@ def part_of_a_step(name: str, again: bool) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in named}
 
 
+@pytest.mark.slow
 def test_several_processes_have_the_same_gradients() -> None:
     usual, again = (on_ranks(2, part_of_a_step, "mamba-cl", on) for on in (False, True))
     for one, other in zip(usual, again, strict=True):
