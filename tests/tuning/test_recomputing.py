@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from block_models import build
+from docs_help import code
 from torch import nn
 
 from mambacl.errors import UserError
@@ -102,3 +103,12 @@ def _backward(model: nn.Module, inputs: torch.Tensor) -> list[nn.Parameter]:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="no repeated blocks"):
         recompute(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+def test_the_code_of_the_page_runs() -> None:
+    model = stack()
+    before = gradients(model, torch.ones(4, 8))
+    for block in code("scale.md"):
+        exec(block, {"model": model})
+    after = gradients(model, torch.ones(4, 8))
+    assert after[1] < before[1] and all(torch.equal(one, other) for one, other in zip(before[0], after[0], strict=True))

@@ -126,7 +126,8 @@ def gram_operations(space: NullSpace, size: int) -> float:
 
 def switched(sizes: Sizes, start: Switches, load: Load, machine: Machine, limit: float) -> list[tuple[str, Switches]]:
     """What to switch on until the limit holds, the cheapest first, each beside those before it. Leaves out what saves
-    nothing. The first entry is the start."""
+    nothing. The first entry is the start; the last may change the first two switches, if with the others on another
+    choice of them is faster."""
     steps, now = [("as given", start)], start
     for name, options in _in_order(start, load):
         if costs.peak(sizes, now, load, machine) <= limit:
@@ -136,13 +137,22 @@ def switched(sizes: Sizes, start: Switches, load: Load, machine: Machine, limit:
         if costs.peak(sizes, best, load, machine) < costs.peak(sizes, now, load, machine):
             now = best
             steps.append((name.format(**asdict(now)), now))
-    enough = [n for n in _pieces(start, load) if n < now.accumulate]  # with what came after accumulation
-    for count in [start.accumulate, *enough]:
-        fewer = replace(now, accumulate=count)
-        if count < now.accumulate and costs.peak(sizes, fewer, load, machine) <= limit:
-            steps.append((f"training.accumulate {count}, enough then", fewer))
-            break
+    others = [
+        replace(now, accumulate=count, recompute=again)
+        for again in (start.recompute, True)
+        for count in (start.accumulate, *(n for n in _pieces(start, load) if load.own // n >= SMALLEST))
+    ]
+    fitting = [one for one in (now, *others) if costs.peak(sizes, one, load, machine) <= limit]
+    fastest = min(fitting, key=lambda one: seconds_of(sizes, one, load, machine), default=now)
+    if seconds_of(sizes, fastest, load, machine) < 0.99 * seconds_of(sizes, now, load, machine):
+        words = ("training.recompute true, " if fastest.recompute > now.recompute else "") + "training.accumulate"
+        steps.append((f"{words} {fastest.accumulate}: the fastest that fits", fastest))
     return steps
+
+
+def seconds_of(sizes: Sizes, switches: Switches, load: Load, machine: Machine) -> float:
+    """Of a step."""
+    return sum(costs.step_seconds(sizes, switches, load, machine).values())
 
 
 def _pieces(start: Switches, load: Load) -> list[int]:
@@ -201,7 +211,7 @@ def plan_for(
             {
                 "name": name,
                 "peak": costs.peak(sizes, one, load, machine),
-                "step": sum(costs.step_seconds(sizes, one, load, machine).values()),
+                "step": seconds_of(sizes, one, load, machine),
             }
             for name, one in steps
         ],
