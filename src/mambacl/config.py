@@ -100,6 +100,11 @@ class RunConfig(Options):
     fast: bool = True
     """on a GPU: fused kernels, steps recorded as CUDA graphs, images transformed on the GPU; false uses the plain twin
     of each"""
+    shard: bool = False
+    """with several processes, each keeps a part of the backbone's weights (FSDP2), for models that are too large for
+    one GPU; slower"""
+    share_steps: bool = False
+    """with several processes, each projects a share of every step and sends it to the others"""
     audit_images: Annotated[int, at_least(0)] = 0
     """images per task to keep for the consistency audit (`mambacl audit RUN`)"""
     track: list[Tracker] = field(default_factory=list)

@@ -8,12 +8,14 @@ to exchange.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mambacl.errors import UserError
+from mambacl.log import logger
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +80,8 @@ def join(device: torch.device) -> None:
         "nccl" if on_gpu else "gloo", store=store, rank=number, world_size=size, device_id=device if on_gpu else None
     )
     atexit.register(_leave)
+    if not is_first():
+        logger.setLevel(logging.ERROR)
 
 
 def _leave() -> None:

@@ -16,7 +16,6 @@ from mambacl.training.costs import (
     projectors_on_gpu,
     sent_at_task_end,
     sent_bytes,
-    shared_projection,
     step_memory,
     step_seconds,
     task_end_memory,
@@ -31,7 +30,7 @@ SIZES = Sizes(
 COVARIANCES = 8 * (4 * 100 + 3 * 400)
 MACHINE = Machine(speed=1e4, float32=4e3, cube=1e-6, copies=1e5, host=1e3, bandwidth=1e4, latency=1e-4, reserved=7.0)
 LOAD = Load(batch=30, gpus=4, covariance_batch=10)  # 8 images for the GPU with the most
-DDP, FSDP = Switches(), Switches(sharded=True)
+DDP, FSDP = Switches(), Switches(shard=True)
 
 
 def test_the_largest_share_and_piece_count() -> None:
@@ -102,12 +101,14 @@ def test_seconds_of_a_step_with_ddp() -> None:
     slow = replace(MACHINE, bandwidth=100.0)
     found = step_seconds(SIZES, Switches(accumulate=2), LOAD, slow)
     assert found["waiting"] == pytest.approx(all_reduce(1680, 4, slow) - 1.2)
-    assert shared_projection(SIZES, LOAD, MACHINE) == 2.0 / 4 + all_gather(1200, 4, MACHINE)
+    shared = Switches(share_steps=True)
+    assert step_seconds(SIZES, shared, LOAD, MACHINE)["projection"] == 2.0 / 4 + all_gather(1200, 4, MACHINE)
+    assert sent_bytes(SIZES, shared, LOAD) == 0.75 * (2 * 1680 + 1200)
     assert sent_bytes(SIZES, DDP, LOAD) == 2 * 0.75 * 1680
 
 
 def test_seconds_of_a_step_with_fsdp2() -> None:
-    slow, twice = replace(MACHINE, bandwidth=500.0), Switches(accumulate=2, recompute=True, sharded=True)
+    slow, twice = replace(MACHINE, bandwidth=500.0), Switches(accumulate=2, recompute=True, shard=True)
     found = step_seconds(SIZES, twice, LOAD, slow)
     passes = 2 * all_gather(4000, 4, slow, 10) + all_gather(1680, 4, slow, 10)
     assert found["recompute"] == 1.6 and found["waiting"] == pytest.approx(2 * passes - 5.6)

@@ -119,7 +119,7 @@ def test_switches_come_in_the_order_of_their_cost() -> None:
     everything = switched(LARGE, Switches(), LOAD, MACHINE, limit=0)
     assert [name for name, _ in everything] == [
         "as given", "training.recompute true", "nullspace.covariances cpu", "nullspace.projectors cpu",
-        "nullspace.storage bfloat16", "FSDP2",
+        "nullspace.storage bfloat16", "shard true",
     ]  # fmt: skip
     peaks = [peak(LARGE, one, LOAD, MACHINE) for _, one in everything]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
@@ -145,7 +145,7 @@ def test_nothing_more_is_switched_on_than_needed() -> None:
 
 
 def test_what_is_on_already_is_not_named_again() -> None:
-    start = Switches(recompute=True, covariances="cpu", projectors="disk", storage="float16", sharded=True)
+    start = Switches(recompute=True, covariances="cpu", projectors="disk", storage="float16", shard=True)
     sizes = replace(LARGE, again_image=1e10)
     assert [name for name, _ in switched(sizes, start, LOAD, MACHINE, limit=0)] == ["as given", "training.accumulate 8"]
 
@@ -225,8 +225,8 @@ def test_the_command(mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     made = json.loads(file.read_text())
     assert made["kind"] == "plan" and [plan["gpus"] for plan in made["plans"]] == [1, 8]
     assert all(plan["fits"] and plan["memory"]["peak"] <= 1.5e9 for plan in made["plans"])
-    assert main([*words[:3], "--method", "sequential", "--gpus", "2", "--fsdp2", "--recompute"]) == 0
-    assert "recompute, FSDP2" in capsys.readouterr().out
+    assert main([*words[:3], "--method", "sequential", "--gpus", "2", "--shard", "--recompute"]) == 0
+    assert "recompute, shard" in capsys.readouterr().out
 
 
 def test_a_file_is_planned_as_it_is(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,9 +263,8 @@ def test_recorded_plans_are_what_the_formulas_give(path: Path) -> None:
     sizes = Sizes(**{**record["sizes"], "matrices": {int(size): n for size, n in record["sizes"]["matrices"].items()}})
     gpus = [plan["gpus"] for plan in record["plans"]]
     rest = record["model"], record["pixels"], record["precision"]
-    made = record_of(
-        *rest, sizes, Switches(), Job(**record["job"]), Machine(**record["machine"]), gpus, record["limit"]
-    )
+    start = Switches(**record["start"])
+    made = record_of(*rest, sizes, start, Job(**record["job"]), Machine(**record["machine"]), gpus, record["limit"])
     assert json.loads(json.dumps(made)) == record, "write it again with the command in docs/scale.md"
 
 

@@ -16,7 +16,7 @@ import torch
 from processes import RankError, on_ranks, outcomes
 from safetensors.torch import load_file
 from small_run import CONFIG, OPTIONS, VIT
-from tolerance import rounding
+from tolerance import assert_near, rounding
 from torch import Tensor, nn
 from training_help import interrupted_after
 
@@ -25,8 +25,10 @@ from mambacl import ranks
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
+from mambacl.nullspace.shards import is_cut, whole
 from mambacl.training import checkpoints
 from mambacl.training.loop import TrainingError
+from mambacl.training.sharding import cut
 from mambacl.training.step import TrainingStep
 
 TRAINING = [name for name in METHODS.names() if METHODS.get(name).trains]
@@ -190,10 +192,12 @@ def assert_same_outcome(folder: Path, alone: Path) -> None:
     [
         {"training": SGD},
         {"training": SGD, "setting": "exact", "stream": {**CONFIG["stream"], "transforms": {"engine": "batched"}}},
+        {"training": SGD, "setting": "exact", "shard": True},
+        {"training": SGD, "setting": "public-code", "share_steps": True},
         {"method": "analytic", "classifier_options": {"width": 200}},
         {"method": "sequential", "classifier": "lda", "training": SGD},
     ],
-    ids=["mamba-cl", "exact-batched", "analytic", "sequential-lda"],
+    ids=["mamba-cl", "exact-batched", "sharded", "shared-steps", "analytic", "sequential-lda"],
 )
 @pytest.mark.usefixtures("few_test_images")
 def test_two_and_three_processes_train_the_run_of_one(tmp_path: Path, overrides: dict[str, Any]) -> None:
@@ -214,20 +218,76 @@ def train_few(folder: Path, overrides: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
-    train(tmp_path / "1", training=SGD)
-    on_ranks(2, stop_it, tmp_path / "run")
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_a_run_resumes_on_another_number_of_processes(tmp_path: Path, shard: bool) -> None:
+    """In the second task, with the optimizer's state."""
+    adam = {**CONFIG["training"], "lr": 1e-4, "head_lr": 1e-4}
+    train(tmp_path / "1", training=adam)
+    on_ranks(2, stop_it, tmp_path / "run", adam, shard)
     assert results(tmp_path / "run")["status"] == "interrupted"
     on_ranks(3, resume_it, tmp_path / "run")
     assert_same_outcome(tmp_path / "run", tmp_path / "1")
+    assert "optimizer." not in "".join(load_file(tmp_path / "run" / "checkpoints" / "last.safetensors"))
 
 
-def stop_it(folder: Path) -> None:
-    stopped(folder, 5, training=SGD)
+def stop_it(folder: Path, training: dict[str, Any], shard: bool) -> None:
+    stopped(folder, 6, training=training, shard=shard)
+    if ranks.is_first():
+        kept = load_file(folder / "checkpoints" / "last.safetensors")
+        assert any(name.startswith("optimizer.") for name in kept)
 
 
 def resume_it(folder: Path) -> None:
     mambacl.resume(folder)
+
+
+# Weights that are cut
+
+
+def features_and_gradients(names: list[str], shard: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        model = create_model(name, num_classes=0).eval()
+        if shard:
+            cut(model)
+            assert all(is_cut(parameter) for parameter in model.parameters())
+        size = model.default_cfg["input_size"][-1]
+        images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+        features = model(images)
+        features.square().mean().backward()
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        tokens = model.forward_features(images)  # an entrance of its own
+        assert tokens.isfinite().all()
+        found.append((features.detach(), gradients))
+    return found
+
+
+@pytest.mark.slow
+def test_every_backbone_can_be_cut() -> None:
+    names = ["defocus_mamba_nano", "vim_nano", "vmamba_nano", "mambavision_nano", "vit_nano"]
+    alone = features_and_gradients(names, shard=False)
+    for found in on_ranks(2, features_and_gradients, names, True):
+        for name, (features, gradients), (expected, others) in zip(names, found, alone, strict=True):
+            assert_near(features, expected, TERMS, name)
+            largest = max(gradient.abs().max().item() for gradient in others.values())
+            for parameter, gradient in others.items():
+                assert_near(gradients[parameter], gradient, TERMS, f"{name} {parameter}", largest)
+
+
+def test_what_needs_whole_weights_is_refused(tmp_path: Path) -> None:
+    for words, wanted in (
+        ({"method": "ease"}, "'ease' needs whole weights"),
+        ({"method": "sequential", "training": {**SGD, "clip": 1.0}}, "cannot be clipped"),
+        ({"method": "sequential", "audit_images": 4}, "audit_images to 0"),
+    ):
+        found = outcomes(2, train_with, tmp_path / "run", {**words, "shard": True})
+        assert all(isinstance(one.error, UserError) and wanted in str(one.error) for one in found)
+    assert not (tmp_path / "run").exists()
+
+
+def train_with(folder: Path, overrides: dict[str, Any]) -> None:
+    train(folder, **overrides)
 
 
 # Mistakes

@@ -80,6 +80,28 @@ def part_of_a_step(name: str, again: bool) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in named}
 
 
+def sharded_run(folder: Path, again: bool) -> list[list[int]]:
+    torch.set_num_threads(1)
+    training = {**CONFIG["training"], "passes": 1, "recompute": again, "accumulate": 2}
+    nullspace = {**CONFIG["nullspace"], "projectors": "cpu" if again else "device"}
+    options = {**CONFIG, "training": training, "nullspace": nullspace, "shard": True}
+    mambacl.train(options, out=str(folder), device="cpu")
+    return json.loads((folder / "results.json").read_text())["correct"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_a_run_with_cut_weights_is_the_same(tmp_path: Path) -> None:
+    usual, again = (on_ranks(2, sharded_run, tmp_path / str(on), on) for on in (False, True))
+    assert usual == again and usual[0]
+    losses = [_losses(tmp_path / str(on)) for on in (False, True)]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def _losses(run: Path) -> list[float]:
+    return [entry["loss"] for line in (run / "metrics.jsonl").open() if "loss" in (entry := json.loads(line))]
+
+
 @pytest.mark.slow
 def test_several_processes_have_the_same_gradients() -> None:
     usual, again = (on_ranks(2, part_of_a_step, "mamba-cl", on) for on in (False, True))
@@ -123,8 +145,5 @@ def test_a_run_is_the_same(tmp_path: Path) -> None:
     for again in (False, True):
         out, training = tmp_path / str(again), {**CONFIG["training"], "passes": 1, "recompute": again, "accumulate": 2}
         mambacl.train({**CONFIG, **backbone_for("mamba-cl"), "training": training}, out=str(out))
-        made[again] = (
-            json.loads((out / "results.json").read_text())["correct"],
-            [entry["loss"] for line in (out / "metrics.jsonl").open() if "loss" in (entry := json.loads(line))],
-        )
+        made[again] = json.loads((out / "results.json").read_text())["correct"], _losses(out)
     assert made[False] == made[True]

@@ -46,8 +46,10 @@ class Workload(Options):
     """pieces of each batch; default: the preset's, or 1"""
     recompute: bool = False
     """gradient checkpointing"""
-    fsdp2: bool = False
-    """parameters, gradients and the optimizer's state in shares, in place of DDP"""
+    shard: bool = False
+    """FSDP2 in place of DDP, as in runs"""
+    share_steps: bool = False
+    """the projection shared out, as in runs"""
     images: Annotated[int, at_least(0)] = 0
     """training images of all tasks together, for the time of the run"""
     classes: Annotated[int, at_least(0)] = 0
@@ -143,7 +145,7 @@ def _several(
     own_accumulate = workload.accumulate or recipe.accumulate
     start = Switches(
         own_accumulate, workload.recompute or recipe.recompute, setting.covariances, setting.projectors,
-        setting.storage, workload.fsdp2,
+        setting.storage, workload.shard or config.shard, workload.share_steps or config.share_steps,
     )  # fmt: skip
     machine = replace(
         Machine(),

@@ -163,7 +163,7 @@ def _write(
     with folder.locked():
         folder.clear()
         folder.create(config, about)
-        checkpoints.save_backbone(folder, method.model)
+        checkpoints.save_backbone(folder, checkpoints.backbone_state(method.model))
         loop = next_task(method, stream, config, folder, device, trains=False)
         header = {"backbone": config.backbone, "precision": config.precision, "class_names": source.classes}
         loop.header |= {**header, "class_order": stream.class_order, "scenario": "class"}

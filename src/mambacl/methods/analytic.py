@@ -14,6 +14,7 @@ class Analytic(Method):
     own_classifier: ClassVar[str] = "ridge"
     own_depths: ClassVar[str | int] = "all"
     trains: ClassVar[bool] = False
+    takes_shards: ClassVar[bool] = True
 
     def make_heads(self) -> TaskHeads:
         return SeparateHeads(self.num_features)  # stays empty

@@ -65,6 +65,8 @@ class Setup:
     """epochs of each task; 0 if unknown"""
     class_names: tuple[str, ...] = ()
     """of all tasks, by label; empty if unknown"""
+    share_steps: bool = False
+    """whether the processes of a run share out the projection of a step"""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class Method:
     """whether `loss` is a mean over images that do not affect each other, so that the losses of parts of a batch,
     weighted by their sizes, add up to that of the batch; terms without images count in each part"""
 
+    takes_shards: ClassVar[bool] = False
+    """whether it works on a backbone whose parameters are cut among the processes of a run (FSDP2)"""
     adds_up: ClassVar[bool] = False
     """whether `finish_task` adds up over the processes of a run what each finds in its own batches; if not, each gets
     all batches"""

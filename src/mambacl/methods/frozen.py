@@ -7,6 +7,7 @@ from mambacl.methods.registry import METHODS
 class Frozen(Method):
     name = "frozen"
     summary = "classifiers only, the backbone does not change (Mamba-fixed)"
+    takes_shards = True
 
 
 METHODS.add(Frozen.name, Frozen)

@@ -16,20 +16,15 @@ from mambacl.nullspace.description import in_one_line
 from mambacl.nullspace.settings import SYSTEMS, Setting
 from mambacl.tuning import ModelParameters, Tuning
 
-STORED = (
-    "products",
-    "spectrum",
-    "storage",
-    "covariances",
-    "projectors",
-    "keep_tasks",
-)  # fields of a setting about numbers
+# fields of a setting about numbers and places
+STORED = ("products", "spectrum", "storage", "covariances", "projectors", "keep_tasks")
 
 
 class MambaCL(Method):
     name = "mamba-cl"
     summary = "fine-tuning in the null space of earlier tasks (the paper's method)"
     adds_up = True
+    takes_shards = True
 
     def setting(self) -> Setting:
         """How the null space is built and applied."""
@@ -41,7 +36,8 @@ class MambaCL(Method):
         return SYSTEMS[rule].override(**{name: getattr(self.setup.setting, name) for name in STORED}, **changes)
 
     def make_tuning(self) -> Tuning:
-        self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder)
+        shares = self.setup.share_steps
+        self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder, share_steps=shares)
         setting = self.space.setting
         # gradients and recursive projectors are new tensors in each step, and so are projectors that are brought
         if setting.acts_on == "gradient" or setting.projectors != "device":

@@ -12,6 +12,7 @@ from mambacl.tuning import ModelParameters, Tuning
 class Sequential(Method):
     name = "sequential"
     summary = "plain fine-tuning of the same parameters (Mamba-Seq)"
+    takes_shards = True
 
     def make_tuning(self) -> Tuning:
         self.space = NullSpace(self.model, self.setup.setting.without_projection())

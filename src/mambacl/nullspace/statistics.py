@@ -96,7 +96,8 @@ def gather(
     precision `products`, to the accumulators. Returns the number of images.
 
     With several processes, each passes its own share of the batches, which can be empty, and all end with the same
-    totals; if one of them fails, all do. Without `in_parts`, each passes all batches.
+    totals; if one of them fails, all do. A batch of images with no label for any of them goes through the model, but
+    does not count: for processes that must run the model equally often. Without `in_parts`, each passes all batches.
     """
     seen = {(source, label): 0 for source, accumulators in wanted.items() for label in accumulators}
     labels: dict[str, Any] = {}
@@ -104,6 +105,9 @@ def gather(
     @torch.inference_mode(False)  # so that totals can be added to later, even if `forward` runs in inference mode
     @torch.no_grad()
     def show(source: S, features: Features) -> None:
+        if LABELS in labels and not len(labels[LABELS]()):  # the batch only keeps processes in step
+            seen.update({(source, label): seen[source, label] + 1 for label in wanted[source]})
+            return
         features, made = {**labels, **features}, {}
         for label, accumulator in wanted[source].items():
             if not all(name in features or name == LABELS for name in accumulator.inputs):
@@ -234,7 +238,7 @@ def run_batches(
             images += len(next(v for v in arguments.values() if isinstance(v, Tensor)))
             forward(**arguments)
         elif len(inputs):
-            images += len(inputs)
+            images += len(inputs) if labels is None or LABELS not in labels or len(batch[1]) else 0
             try:
                 forward(inputs.to(device))
             except RuntimeError as error:

@@ -145,7 +145,7 @@ def chosen_words(chosen: Mapping[str, Any]) -> list[str]:
     words += ["recompute"] if chosen["recompute"] else []
     words += [f"{name} {chosen[name]}" for name in ("covariances", "projectors") if chosen[name] != "device"]
     words += [f"storage {chosen['storage']}"] if chosen["storage"] not in ("float32", "float64") else []
-    return words + (["FSDP2"] if chosen["sharded"] else [])
+    return words + [name for name in ("shard", "share_steps") if chosen[name]]
 
 
 def assumptions(record: Record) -> str:

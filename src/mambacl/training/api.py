@@ -102,11 +102,13 @@ def train(
         ranks.decide(parts.stream.dataset.check)
         described = parts.described.result()
 
+    weights = checkpoints.backbone_state(parts.model)
+
     def start() -> None:
         folder.clear()
         folder.create(resolved, described)
         with watch.phase("checkpoints"):
-            checkpoints.save_backbone(folder, parts.model)
+            checkpoints.save_backbone(folder, weights)
 
     with _locked(folder):
         ranks.decide(start)
@@ -165,10 +167,6 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         return Run(folder.path, folder.results())
     _check_root(folder, config)
 
-    def start() -> None:
-        folder.checkpoints.mkdir(exist_ok=True)
-        checkpoints.save_backbone(folder, parts.model)
-
     with _locked(folder):
         ranks.decide(folder.clear_covariances)
         started = ranks.decide((folder.checkpoints / BACKBONE).exists)
@@ -176,7 +174,9 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         with watch.phase("data"):
             check_stream(folder, parts.described.result())
         if not started:
-            ranks.decide(start)
+            weights = checkpoints.backbone_state(parts.model)
+            folder.checkpoints.mkdir(exist_ok=True)
+            ranks.decide(lambda: checkpoints.save_backbone(folder, weights))
         checkpoint = ranks.decide(lambda: checkpoints.load(folder)) if started else None
         if checkpoint is not None:
             position = checkpoint.position

@@ -25,6 +25,7 @@ from mambacl.training.loop import Loop, consolidates
 from mambacl.training.progress import Progress
 from mambacl.training.recipe import Recipe
 from mambacl.training.seconds import Watch
+from mambacl.training.sharding import check_sharded, cut, shards
 from mambacl.training.tracking import Trackers
 from mambacl.tuning import recompute
 
@@ -116,7 +117,7 @@ class Parts:
         bf16 = config.precision == "bf16"
         return self.loop_class(
             self.method, self.stream, recipe, folder, progress or Progress(), header, self.device, bf16, config.seed,
-            config.audit_images, config.fast, self.stream.scenario, self.watch, trackers,
+            config.audit_images, config.fast, self.stream.scenario, self.watch, trackers, shards(config),
         )  # fmt: skip
 
 
@@ -152,10 +153,15 @@ def build(
             checkpoints.load_backbone(folder, model)
         model.eval()
         check_image_size(model, stream.transforms.size, config.backbone)
+        model = model.to(device)
         if config.training.recompute:
             recompute(model)
-        method = _method(config, folder, stream, method_class, model.to(device))
+        if shards(config):
+            cut(model)
+        method = _method(config, folder, stream, method_class, model)
         check_parts(config.training, method)
+        if shards(config):
+            check_sharded(config, method)
     return Parts(config, model, stream, method, device, loop, watch, described)
 
 
@@ -211,6 +217,7 @@ def setup_of(
         features=replace(config.features, kept=0) if config.stream.by_domain else config.features,
         known_classifier=known,
         folder=config.folder / "checkpoints",
+        share_steps=config.share_steps,
         tasks=len(tasks),
         classes=sum(tasks),
         epochs=config.training.epochs,

@@ -27,9 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mambacl import ranks
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
 from mambacl.log import logger
+from mambacl.nullspace.shards import cut_like, is_cut, whole
 from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
 
 START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
@@ -52,8 +54,18 @@ class Position:
     """size of what the method keeps, at the end of the latest task"""
 
 
-def save_backbone(folder: RunFolder, model: nn.Module) -> None:
-    write_tensors(folder.checkpoints / BACKBONE, model.state_dict(), {})
+def backbone_state(model: nn.Module) -> dict[str, Tensor]:
+    """The backbone's weights. If they are cut, all processes must ask together; the first gets them."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        complete = whole(tensor)
+        if ranks.is_first():
+            found[name] = complete.cpu() if is_cut(tensor) else complete
+    return found
+
+
+def save_backbone(folder: RunFolder, state: Mapping[str, Tensor]) -> None:
+    write_tensors(folder.checkpoints / BACKBONE, state, {})
 
 
 def load_backbone(folder: RunFolder, model: nn.Module) -> None:
@@ -244,12 +256,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
     for number, entries in state.items():
         for key, value in entries.items():
             if value is not None:  # SGD without momentum
-                tensors[f"{names[number]}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"{names[number]}.{key}"] = whole(value) if isinstance(value, Tensor) else torch.tensor(value)
     return tensors
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]) -> None:
     state: dict[int, dict[str, Any]] = {}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit(".", 1)
         if name not in names:
@@ -257,7 +270,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: 
                 f"The checkpoint has optimizer state for '{name}', which this run does not train: undo any edits of "
                 "config.yaml."
             )
-        state.setdefault(names.index(name), {})[key] = tensor
+        number = names.index(name)
+        own = cut_like(tensor, trained[number]) if tensor.shape == trained[number].shape else tensor
+        state.setdefault(number, {})[key] = own
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -100,8 +100,10 @@ class Switches:
     covariances: str = "device"
     projectors: str = "device"
     storage: str = "float32"
-    sharded: bool = False
+    shard: bool = False
     """FSDP2 in place of DDP"""
+    share_steps: bool = False
+    """each GPU projects a share of a step and sends it to the others"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def step_memory(sizes: Sizes, switches: Switches, load: Load) -> Parts:
     needs about a block's again for gradients or, with checkpointing, for what it computes again. The projection comes
     after it, when activations are gone: the larger of the two counts.
     """
-    share = load.gpus if switches.sharded else 1
+    share = load.gpus if switches.shard else 1
     trained, piece = sizes.trained + sizes.head_trained, load.piece(switches)
     block = sizes.block_fixed + sizes.block_image * piece
     kept = sizes.kept_fixed + sizes.kept_image * piece
@@ -198,43 +200,41 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
 
     DDP sums the gradients, 4 T bytes, while the last piece's backward pass runs. FSDP2 gathers the parameters, 4 P
     bytes, for every forward and backward pass, and scatters the gradients, all hidden by both passes. With DDP each GPU
-    projects the whole step, with FSDP2 its share.
+    projects the whole step or, with `share_steps`, its share, and all gather the projected values. With FSDP2 each
+    projects its shard.
     """
     trained = FLOAT32 * (sizes.trained + sizes.head_trained)
     forward, backward = (load.own * flops / machine.speed for flops in (sizes.forward, sizes.backward))
     again = forward if switches.recompute else 0.0
-    if switches.sharded:
+    if switches.shard:
         passes = 2 * all_gather(FLOAT32 * sizes.parameters, load.gpus, machine, sizes.blocks)
         passes += all_gather(trained, load.gpus, machine, sizes.blocks)
         sent, hidden = switches.accumulate * passes, forward + again + backward
     else:
         sent = all_reduce(trained, load.gpus, machine, math.ceil(trained / BUCKET))
         hidden = (again + backward) / switches.accumulate
-    projection = sizes.projection / machine.float32 / (load.gpus if switches.sharded else 1)
+    projection = sizes.projection / machine.float32 / (load.gpus if switches.shard or switches.share_steps else 1)
+    if switches.share_steps and not switches.shard:
+        projection += all_gather(FLOAT32 * sizes.projected, load.gpus, machine)
     brought = sizes.basis_values * ITEMS[switches.storage] / machine.host if switches.projectors != "device" else 0.0
     return {
         "forward": forward,
         "backward": backward,
         "recompute": again,
         "waiting": max(0.0, sent - hidden),
-        "optimizer": trained / FLOAT32 * ADAM / (load.gpus if switches.sharded else 1) / machine.copies,
+        "optimizer": trained / FLOAT32 * ADAM / (load.gpus if switches.shard else 1) / machine.copies,
         "projection": projection,
         "bringing": max(0.0, brought - projection),
     }
 
 
-def shared_projection(sizes: Sizes, load: Load, machine: Machine) -> float:
-    """Seconds of the projection with `NullSpace(share_steps=True)` and DDP: each GPU projects its share of the
-    parameters, and sends them to the others."""
-    return sizes.projection / machine.float32 / load.gpus + all_gather(FLOAT32 * sizes.projected, load.gpus, machine)
-
-
 def sent_bytes(sizes: Sizes, switches: Switches, load: Load) -> float:
-    """Bytes that each GPU sends in a step: gradients, and parameters with FSDP2."""
+    """Bytes that each GPU sends in a step: gradients, parameters with FSDP2, and projected values if they are shared
+    out."""
     each, trained = (load.gpus - 1) / load.gpus, FLOAT32 * (sizes.trained + sizes.head_trained)
-    if switches.sharded:
+    if switches.shard:
         return switches.accumulate * each * (2 * FLOAT32 * sizes.parameters + trained)
-    return 2 * each * trained
+    return each * (2 * trained + (FLOAT32 * sizes.projected if switches.share_steps else 0))
 
 
 def task_end_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine, images: float) -> Parts:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mambacl.config import RunConfig
 
-EXECUTION = ("out", "track", "device", "fast", "training.workers", "training.eval_batch_size")
+EXECUTION = ("out", "track", "device", "fast", "shard", "share_steps", "training.workers", "training.eval_batch_size")
 """where and how fast a run is computed; these do not affect what is computed"""
 SEEDS = ("seed", "stream.order_seed")
 """runs of one experiment differ only in these"""

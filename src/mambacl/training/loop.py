@@ -90,13 +90,15 @@ class Loop:
         scenario: Scenario = "class",
         watch: Watch | None = None,
         trackers: Trackers | None = None,
+        sharded: bool = False,
     ) -> None:
         """`header`: further entries for results.json; `fast`: whether steps can be recorded as CUDA graphs; `watch`:
-        counts the seconds since the run began; `trackers` also get the events of metrics.jsonl."""
+        counts the seconds since the run began; `trackers` also get the events of metrics.jsonl; `sharded`: whether the
+        backbone's weights are cut among the processes, which then have to run it equally often."""
         self.watch = watch or Watch()
         self.seconds_before: dict[str, float] = {}  # in earlier processes
         self.saved_at = -math.inf  # time of the latest checkpoint
-        self.scenario = scenario
+        self.scenario, self.sharded = scenario, sharded
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
         self.progress, self.header, self.device, self.bf16, self.seed = progress, header, device, bf16, seed
@@ -250,7 +252,17 @@ class Loop:
 
     def _finishing_batches(self, task: int) -> Batches:
         batches = self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
-        return self._own(batches, in_turns=True) if self.method.adds_up else batches
+        if not self.method.adds_up:
+            return batches
+        return self._equally_often(batches, task) if self.sharded else self._own(batches, in_turns=True)
+
+    def _equally_often(self, batches: Batches, task: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This process's turns, and an image without a label if others have one more."""
+        own, processes = self._own(batches, in_turns=True), ranks.count()
+        yield from own
+        turns = (len(batches) + processes - 1) // processes  # type: ignore[arg-type]
+        if len(own) < turns:  # type: ignore[arg-type]
+            yield self.stream.some_images(task, 1), torch.zeros(0, dtype=torch.int64)
 
     def _count(self, task: int) -> int:
         """Images in one pass over a task."""
@@ -393,14 +405,14 @@ class Loop:
             return
         kept: list[tuple[list[Tensor], Tensor]] | None = [] if method.features_stay else None
         count, size = self.stream.test_counts()[task], self.recipe.eval_batch_size
-        for images, labels in self._parts(self.stream.test_batches(task, size), count, size):
+        for images, labels in self._parts(self.stream.test_batches(task, size), count, size, self.sharded):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             self.progress.step(len(labels) * ranks.count())
             if kept is None:
-                yield predict(images), labels
+                yield predict(images)[: len(labels)], labels
                 continue
             with autocast(device, self.bf16):
-                inputs = [method.classifier_input(view) for view in method.views(images)]
+                inputs = [method.classifier_input(view)[: len(labels)] for view in method.views(images)]
             kept.append((inputs, labels))
             yield method.scores(inputs), labels
         size = sum(x.nbytes for inputs, _ in kept or [] for x in inputs)
@@ -429,27 +441,32 @@ class Loop:
         task is skipped if the one before is recent or still being written: on a GPU, an epoch can take less time than
         flushing to disk."""
         with self.watch.phase("checkpoints"):
-            if ranks.is_first():
-                self._write_checkpoint(task_state)
+            self._write_checkpoint(task_state)
+
+    def _can_wait(self) -> bool:
+        """Whether a checkpoint that is written in the background need not be written now."""
+        since, unfinished = time.perf_counter() - self.saved_at, self.position.task < len(self.stream.tasks)
+        if self.position.epoch > 0 and (self.background.busy or since < CHECKPOINT_EVERY):
+            return True
+        return unfinished and not self.method.trains and since < STATE_EVERY
 
     def _write_checkpoint(self, state: TaskState | None) -> None:
-        now, within_task = time.perf_counter(), self.position.epoch > 0
-        unfinished = self.position.task < len(self.stream.tasks)
-        if self.background.on and within_task and (self.background.busy or now - self.saved_at < CHECKPOINT_EVERY):
+        if self.background.on and ranks.from_first(self._can_wait()):
             return
-        if self.background.on and unfinished and not self.method.trains and now - self.saved_at < STATE_EVERY:
+        self.saved_at = time.perf_counter()
+        mid_task = self.optimizer is not None and self.position.epoch > 0
+        optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
+        method_state = self.method.state_dict()  # of all processes: each can have a part of it
+        if not ranks.is_first():
             return
-        self.saved_at = now
         self.position.metrics_length = self.folder.events_length()
         self._count_seconds()
-        mid_task = self.optimizer is not None and within_task
-        optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
         if state is not None and self.background.on and state.nbytes() <= LARGE:
             state = state.on_cpu()
         elif state is not None:
             state.write(self.folder)
             state = None
-        kept = checkpoints.contents(self.position, self.method.state_dict(), optimizer_state, self.background.on)
+        kept = checkpoints.contents(self.position, method_state, optimizer_state, self.background.on)
         results = copy.deepcopy(self.results("running"))
 
         def write() -> None:

@@ -128,7 +128,8 @@ def switched(sizes: Sizes, start: Switches, load: Load, machine: Machine, limit:
     """What to switch on until the limit holds, the cheapest first, each beside those before it. Leaves out what saves
     nothing. The first entry is the start; the last may change the first two switches, if with the others on another
     choice of them is faster."""
-    steps, now = [("as given", start)], start
+    steps: list[tuple[str, Switches]] = [("as given", start)]
+    now = start
     for name, options in _in_order(start, load):
         if costs.peak(sizes, now, load, machine) <= limit:
             break
@@ -142,8 +143,8 @@ def switched(sizes: Sizes, start: Switches, load: Load, machine: Machine, limit:
         for again in (start.recompute, True)
         for count in (start.accumulate, *(n for n in _pieces(start, load) if load.own // n >= SMALLEST))
     ]
-    fitting = [one for one in (now, *others) if costs.peak(sizes, one, load, machine) <= limit]
-    fastest = min(fitting, key=lambda one: seconds_of(sizes, one, load, machine), default=now)
+    able = [one for one in (now, *others) if costs.peak(sizes, one, load, machine) <= limit]
+    fastest = min(able, key=lambda one: seconds_of(sizes, one, load, machine)) if able else now
     if seconds_of(sizes, fastest, load, machine) < 0.99 * seconds_of(sizes, now, load, machine):
         words = ("training.recompute true, " if fastest.recompute > now.recompute else "") + "training.accumulate"
         steps.append((f"{words} {fastest.accumulate}: the fastest that fits", fastest))
@@ -178,7 +179,7 @@ def _in_order(start: Switches, load: Load) -> Iterator[tuple[str, list[Changes]]
     if start.storage in ("float32", "float64"):
         yield "nullspace.storage {storage}", [{"storage": "bfloat16"}]
     if load.gpus > 1:
-        yield "FSDP2", [{"sharded": True}]
+        yield "shard true", [{"shard": True}]
     yield "training.accumulate {accumulate}", [{"accumulate": n} for n in many]
 
 
@@ -247,6 +248,7 @@ def record_of(
         "pixels": size,
         "precision": precision,
         "job": asdict(job),
+        "start": asdict(start),
         "machine": asdict(machine),
         "limit": limit,
         "sizes": {**asdict(sizes), "matrices": {str(size): n for size, n in sizes.matrices.items()}},

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mambacl import ranks
 from mambacl.log import logger
+from mambacl.nullspace.shards import is_cut
 
 WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
 SHARE = 0.3  # of the GPU's memory: a graph holds the memory of its step, in addition to that of other steps
@@ -45,11 +46,11 @@ class LossModule(nn.Module):
 
 
 def loss_over_ranks(method: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The method's loss. With several processes, its gradients are averaged over them in the backward pass. Parameters
-    are equal everywhere already, and a batch need not use all of them."""
+    """The method's loss. With several processes, its gradients are averaged over them in the backward pass; FSDP2 does
+    that for parameters that it has cut. Parameters are equal everywhere already, and a batch need not use all."""
     if ranks.count() == 1:
         return method.loss
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_cut(p)]
     if not trained:
         return method.loss
     return DistributedDataParallel(LossModule(method, trained), init_sync=False, find_unused_parameters=True)

@@ -1,0 +1,55 @@
+"""FSDP2: each process keeps a part of the backbone's weights, and has a block's whole weights only while it runs."""
+
+import warnings
+from collections.abc import Iterator
+
+from torch import nn
+
+from mambacl import ranks
+from mambacl.classifiers.drift import FollowsDrift
+from mambacl.config import RunConfig
+from mambacl.errors import UserError
+from mambacl.methods import Method
+
+ENTRANCES = ("forward_features", "forward_intermediates", "forward_head")  # besides `forward`
+
+
+def shards(config: RunConfig) -> bool:
+    """Whether this run cuts its weights. A single process keeps them whole."""
+    return config.shard and ranks.count() > 1
+
+
+def cut(model: nn.Module) -> None:
+    """Cuts the parameters of each block, and those of the rest together, along their first axis."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # features do not change in place
+    for block in blocks_of(model):
+        fully_shard(block)
+    fully_shard(model)
+    for name in ENTRANCES:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a backbone runs one after another, in all its stages."""
+    for module in model.modules():
+        for name in ("blocks", "layers"):
+            found = getattr(module, name, None)
+            if isinstance(found, (nn.ModuleList, nn.Sequential)):
+                yield from (block for block in found if not hasattr(block, "blocks"))
+
+
+def check_sharded(config: RunConfig, method: Method) -> None:
+    """Refuses what does not work with parameters that are cut."""
+    if not method.takes_shards:
+        raise UserError(f"The method '{method.name}' needs whole weights in every process: leave out --shard.")
+    if config.training.clip:
+        raise UserError("Gradients of weights that are cut cannot be clipped: leave out --shard, or training.clip.")
+    if config.audit_images:
+        raise UserError("The audit needs whole weights: leave out --shard, or set audit_images to 0.")
+    if isinstance(method.classifier, FollowsDrift) and method.classifier.options.drift != "none":
+        raise UserError(
+            "Drift correction needs whole weights: leave out --shard, or set classifier_options.drift to none."
+        )
