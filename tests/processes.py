@@ -43,8 +43,9 @@ def outcomes(count: int, function: Callable[..., Any], *arguments: Any, timeout:
     seconds are killed."""
     with tempfile.TemporaryDirectory() as name:
         folder, context = Path(name), _context()
+        torch.save(arguments, folder / "arguments.pt")  # in a file: processes would share the memory of tensors
         ranks = [
-            context.Process(target=_run, args=(folder, number, count, timeout, function, arguments))  # type: ignore[attr-defined]
+            context.Process(target=_run, args=(folder, number, count, timeout, function))  # type: ignore[attr-defined]
             for number in range(count)
         ]
         for rank in ranks:
@@ -82,9 +83,7 @@ def _context() -> BaseContext:
     return context
 
 
-def _run(
-    folder: Path, rank: int, count: int, timeout: float, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _run(folder: Path, rank: int, count: int, timeout: float, function: Callable[..., Any]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -95,7 +94,7 @@ def _run(
     )
     result: tuple[Any, str, BaseException | None]
     try:
-        result = function(*arguments), "", None
+        result = function(*torch.load(folder / "arguments.pt", weights_only=False)), "", None
     except BaseException as error:
         result = None, traceback.format_exc(), error
     written = folder / f"{rank}.part"

@@ -3,11 +3,16 @@
 It is for tests of files, bits and messages. Its accuracy is close to chance whatever is done: `learning_run` has a run
 that learns.
 
-Run as a script it trains into the folder given, so that a test can kill it.
+Run as a script it trains into the folder given. With a number of lines, seconds and a signal, it sends itself the
+signal these seconds after metrics.jsonl has so many lines.
 """
 
 import os
+import signal
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,8 +61,18 @@ def backbone_for(method: str) -> dict[str, Any]:
     return {**own, **({**VIT, "pretrained": False} if METHODS.get(method).needs_attention else {})}
 
 
+def signal_after(events: Path, lines: int, seconds: float, name: str) -> None:
+    while not events.exists() or events.read_bytes().count(b"\n") < lines:
+        time.sleep(0.001)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.Signals[name])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("MAMBACL_TEST_THREADS", "1")))
+    if len(sys.argv) > 2:
+        when = (Path(sys.argv[1]) / "metrics.jsonl", int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
+        threading.Thread(target=signal_after, args=when, daemon=True).start()
     import mambacl
 
     mambacl.train(CONFIG, out=sys.argv[1])

@@ -3,6 +3,9 @@
 import gzip
 import hashlib
 import os
+import platform
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from mambacl import files
 from mambacl.errors import UserError
-from mambacl.files import has_checksum, locked, read_tensors, write_bytes, write_tensors
+from mambacl.files import has_checksum, keep_as, locked, read_tensors, write_bytes, write_tensors
 
 TENSORS = {
     "float64": torch.randn(3, 4, dtype=torch.float64),
@@ -142,6 +145,46 @@ def test_bytes_are_written_whole(path):
     assert path.read_bytes() == b"two words" and os.listdir(path.parent) == [path.name]
 
 
+def test_a_second_name_is_the_old_file_or_the_new_one(tmp_path, monkeypatch):
+    old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "link"
+    for path in (old, new):
+        write_bytes(path, path.name.encode())
+    keep_as(old, link)
+    assert link.samefile(old) and link.stat().st_nlink == 2
+    keep_as(old, link)  # as it is
+
+    def nothing_was_lost() -> None:
+        assert link.read_bytes() == b"old" and old.exists() and new.read_bytes() == b"new"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "replace", lambda *_: nothing_was_lost())
+        keep_as(new, link)
+    nothing_was_lost()
+    files.remove_unfinished(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["link", "new", "old"]
+    keep_as(new, link)
+    assert link.samefile(new) and old.read_bytes() == b"old"
+
+
+def test_without_links_a_second_name_is_a_copy(tmp_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(files.os, "link", refused)
+    write_bytes(tmp_path / "one", b"content")
+    keep_as(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "two").read_bytes() == b"content" and not (tmp_path / "two").samefile(tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
+
+def test_the_text_alone(path):
+    write_tensors(path, TENSORS, {"k": "v"})
+    assert files.read_text(path)["k"] == "v"
+    path.write_bytes(b"rubbish")
+    with pytest.raises(UserError, match="damaged"):
+        files.read_text(path)
+
+
 # Locks
 
 HOLDER = """
@@ -162,15 +205,79 @@ def test_one_process_at_a_time(tmp_path):
     )
     try:
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(UserError, match="somebody else"), locked(lock, "somebody else"):
+        who = rf"Another process \({holder.pid} on {re.escape(platform.node())}, since 20.*\) is at work"
+        with pytest.raises(UserError, match=who), locked(lock, "is at work"):
             pass
     finally:
         holder.kill()
         holder.communicate()
     assert lock.exists()  # a killed process leaves the file, and no lock
-    with locked(lock, "somebody else"):
-        pass
+    with locked(lock, "is at work"):
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")
     assert not lock.exists()
+
+
+FORKING = """
+import os
+import sys
+import time
+from pathlib import Path
+from mambacl.files import locked
+with locked(Path(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+    print(child, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="nothing can be locked here")
+def test_a_lock_ends_with_its_process_whatever_that_has_started(tmp_path):
+    """A worker of a killed process can live on for seconds."""
+    lock = tmp_path / ".lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", FORKING, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    worker = int(holder.stdout.readline())
+    try:
+        holder.kill()
+        holder.wait()
+        os.kill(worker, 0)  # it lives
+        with locked(lock, "is at work"):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        holder.communicate()
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="nothing can be locked here")
+def test_a_forked_process_leaves_its_parents_lock(tmp_path):
+    """Even if it runs to the end of the block."""
+    lock = tmp_path / ".lock"
+    with locked(lock, "is at work"):
+        child = os.fork()
+        if child == 0:
+            try:
+                with locked(tmp_path / "own", "is at work"):
+                    pass
+                raise SystemExit
+            finally:
+                os._exit(0 if lock.exists() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(UserError, match=rf"\({os.getpid()} on .*\) is at work"), locked(lock, "is at work"):
+            pass
+    assert not lock.exists()
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="nothing can be locked here")
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"process \xff", b"process \x1b[2J"])
+def test_a_lock_that_does_not_say_who_holds_it(tmp_path, content):
+    lock = tmp_path / ".lock"
+    with locked(lock, "is at work"):
+        lock.write_bytes(content)
+        with pytest.raises(UserError, match=r"^Another process is at work$"), locked(lock, "is at work"):
+            pass
 
 
 @pytest.mark.skipif(files.fcntl is None, reason="nothing can be locked here")
@@ -194,7 +301,7 @@ def test_a_lock_removed_while_another_waits_is_taken_again(tmp_path):
 
 
 def test_where_nothing_can_be_written_nothing_is_locked(tmp_path):
-    with locked(tmp_path / "no folder" / ".lock", "somebody else"):
+    with locked(tmp_path / "no folder" / ".lock", "is at work"):
         pass
     assert not list(tmp_path.iterdir())
 

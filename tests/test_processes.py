@@ -10,6 +10,8 @@ from processes import RankError, on_ranks, outcomes
 from mambacl import ranks
 from mambacl.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 
 def _rank_and_sum(value):
     total = torch.tensor([value + ranks.rank()])

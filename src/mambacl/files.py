@@ -10,8 +10,10 @@ import gzip
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -58,14 +60,14 @@ def is_word(name: str) -> bool:
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> Iterator[Path]:
-    """A temporary file next to `path` to write to. At the end it replaces `path`, after being flushed to disk if `sync`
-    is set. After an error it is removed, and `path` stays unchanged; an `OSError` then names `path`."""
+    """A temporary file next to `path` to write to. At the end it replaces `path`. If `sync` is set, the file is flushed
+    to disk before that, and the folder after it. After an error it is removed, and `path` stays unchanged; an `OSError`
+    then names `path`."""
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
         if sync:
-            with open(temporary, "rb+") as written:
-                os.fsync(written.fileno())
+            sync_file(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         with suppress(OSError):
@@ -73,18 +75,49 @@ def replacing(path: Path, temporary: Path | None = None, sync: bool = True) -> I
         if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
-    if sync and hasattr(os, "O_DIRECTORY"):
-        folder = os.open(path.parent, os.O_DIRECTORY)
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Flushes a file to disk."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to disk: new files, new folders, and what was renamed."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)
+
+
+def keep_as(path: Path, other: Path, sync: bool = True) -> None:
+    """Keeps a file's contents under another name, too: by a hard link, or by a copy if the file system has no links.
+    `other` is complete at any moment: it is the old file or the new one."""
+    if other.exists() and path.samefile(other):
+        return
+    with replacing(other, sync=sync) as temporary:
+        temporary.unlink(missing_ok=True)  # left by a killed process with the same number
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Removes what killed processes left of files that they were writing. No other process may be writing them now."""
+    for path in folder.glob(f".{name}.*.part"):
+        path.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replaces a file atomically. Returns when the bytes are on disk."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)
 
 
 def write_json(path: Path, content: object) -> None:
@@ -153,18 +186,28 @@ def gigabytes(count: int) -> str:
 
 # Locks
 
+_held: set[int] = set()  # descriptors of this process that hold locks
+
 
 @contextmanager
 def locked(lock: Path, busy: str | None = None) -> Iterator[None]:
-    """Holds a lock file, which one process at a time can hold, and removes it at the end. If another process holds it,
-    raises an error with the message `busy`, or waits without one. The lock ends with the process, even if killed."""
+    """Holds a lock file, which one process at a time can hold, and removes it at the end. The file says which process
+    that is. If it is another one, raises an error, or waits without `busy`, the words of the error after that process:
+    "is training DIR: wait for it.". The lock ends with the process, even if that is killed and its workers live on.
+
+    On a network file system it counts between machines only if the file system passes `flock` on to its server, as NFS
+    does unless it is mounted with `local_lock` or `nolock`. Elsewhere it counts between the processes of one machine.
+    """
     held = _lock(lock, busy) if fcntl is not None else None
+    if held is not None:
+        _held.add(held)
     try:
         yield
     finally:
-        if held is not None:
+        if held in _held:  # not so in a process that was forked meanwhile: the lock is its parent's
             with suppress(OSError):
                 lock.unlink()  # before releasing the lock, so that nobody locks a file that is about to be removed
+            _held.discard(held)
             os.close(held)
 
 
@@ -179,14 +222,45 @@ def _lock(lock: Path, busy: str | None) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except (BlockingIOError, PermissionError):
+            holder = _holder(descriptor)
             os.close(descriptor)
-            raise UserError(busy or f"{lock} cannot be locked.") from None
+            raise UserError(f"{holder} {busy}" if busy else f"{lock} cannot be locked.") from None
         except OSError:
             os.close(descriptor)
             return None
         if os.fstat(descriptor).st_nlink:
+            _name_holder(descriptor)
             return descriptor
         os.close(descriptor)  # its last owner has removed the file
+
+
+def _name_holder(descriptor: int) -> None:
+    """Writes into a lock file who holds it. A full disk is no reason not to lock."""
+    text = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+
+def _holder(descriptor: int) -> str:
+    """The process that holds a lock, in words."""
+    with suppress(OSError, ValueError):
+        text = os.pread(descriptor, 500, 0).decode().strip()
+        if text.isprintable() and text.startswith("process "):
+            return f"Another process ({text.removeprefix('process ')})"
+    return "Another process"
+
+
+def _give_up_locks() -> None:
+    """In a process that was forked: its parent alone holds the locks, so that they end with the parent."""
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_locks)
 
 
 # Checksums and downloads
@@ -252,6 +326,7 @@ def download(
             raise UserError(
                 f"The file at {url} is not the expected one ({checksum}) and was deleted: try again, or {otherwise}."
             )
+        sync_file(part)
         os.replace(part, path)
 
 
@@ -335,6 +410,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for alias in [key for key in text if key.startswith(ALIAS)]:
         tensors[alias.removeprefix(ALIAS)] = tensors[text.pop(alias)]
     return tensors, text
+
+
+def read_text(path: Path) -> dict[str, str]:
+    """Only the text of a file that `write_tensors` wrote. Does not look for damage in the tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}).") from None
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -313,7 +313,7 @@ def test_runs_that_cannot_learn(trained: Path, run: Path, photos: Path, tmp_path
 
 def test_a_run_that_is_in_use(run: Path, photos: Path) -> None:
     with RunFolder(run).locked():
-        refused(run, photos / "new" / "train", "Another process is training")
+        refused(run, photos / "new" / "train", r"Another process \(\d+ on .*\) is training")
         mambacl.learn(run, photos / "new" / "train", dry_run=True)  # only reads
 
 

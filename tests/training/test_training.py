@@ -327,33 +327,17 @@ def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_p
 
 @pytest.mark.slow
 def test_sigkill_at_three_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
-    """Killed without warning, resumed as often as it takes: the same bits in the end."""
+    """Killed without warning, resumed as often as it takes: the same bits in the end. The process kills itself, because
+    another one would come late on a busy machine, when the run is over."""
     script = Path(__file__).parents[1] / "small_run.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(mambacl.__file__).parents[1])}
-    rng = random.Random()  # other moments each time
-
-    def start(folder: Path) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, str(script), str(folder)], env=environment, stderr=subprocess.DEVNULL)
-
-    folder, kills = tmp_path / "run", 0
-    while kills < 3:
-        process = start(folder)
-        deadline = time.monotonic() + 60
-        while not (folder / "checkpoints" / "backbone.safetensors").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        before = results_text(folder)
-        while results_text(folder) == before and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.5))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait()
-        if (status := json.loads(results_text(folder) or "{}").get("status")) == "finished":
-            break
-        assert status in (None, "running")
-    assert start(folder).wait(timeout=120) == 0
-    assert kills >= 2
+    rng, folder = random.Random(), tmp_path / "run"  # other moments each time
+    for lines in sorted(rng.sample(range(1, 10), 3)):  # of the 12 of the whole run
+        arguments = [sys.executable, str(script), str(folder), str(lines), str(rng.uniform(0, 0.02)), "SIGKILL"]
+        assert subprocess.run(arguments, env=environment, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
+        assert json.loads(results_text(folder) or "{}").get("status") in (None, "running")
+    command = [sys.executable, str(script), str(folder)]
+    assert subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
     assert_same_run(uninterrupted, folder)
 
 

@@ -52,7 +52,7 @@ def prepare(
     _refuse_unused(given, source)
     root = expanded(root)
     make_folder(root)
-    with locked(root / ".lock", f"Another process is preparing {root}: wait for it."):
+    with locked(root / ".lock", f"is preparing {root}: wait for it."):
         for wanted in source.lists:
             _put(wanted, root, _given_list(wanted, lists), say)
         if changed := not_public(name, root):

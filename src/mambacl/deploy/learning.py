@@ -38,6 +38,8 @@ from mambacl.training.folder import RunFolder
 from mambacl.training.learned import History, LearnedTask
 from mambacl.training.loop import peak_memory
 
+WAIT = "wait for it"  # if another process changes the run
+
 
 @dataclass(frozen=True)
 class Count:
@@ -169,7 +171,7 @@ def _measured(done: Learning, method: Method, device: torch.device) -> Learning:
 
 def _learn(folder: RunFolder, new: str | Path, own: _Options) -> Learning:
     by_domain = folder.config().stream.by_domain
-    with nullcontext() if own.dry_run else folder.locked():
+    with nullcontext() if own.dry_run else folder.locked(WAIT):
         stream = folder.stream()
         history = learned.read_history(folder, len(stream["tasks"]))
         known = learned.known_names(stream, history, by_domain)
@@ -233,7 +235,7 @@ def rollback(run: str | Path, task: int) -> list[str]:
 
     It deletes nothing: a rollback to a later task undoes it, until the run learns the next one."""
     folder = _checked(run)
-    with folder.locked():
+    with folder.locked(WAIT):
         stream = folder.stream()
         history = learned.read_history(folder, len(stream["tasks"]))
         possible = learned.states(folder, history)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mambacl.backbones.defocus import Mixer
 from mambacl.errors import UserError
 from mambacl.nullspace.blocks import BLOCK_READERS, Block, Part, batched, first_tensor, named_modules, plain_name
+from mambacl.nullspace.experts import experts
 from mambacl.nullspace.shards import whole
 from mambacl.nullspace.statistics import Features, Record
 from mambacl.ops.precision import at_least_float32, full_precision
@@ -285,7 +286,7 @@ def vmamba(module: nn.Module, name: str) -> Block | None:
 
 
 def plain_layer(module: nn.Module, name: str) -> Block | None:
-    """Any `nn.Linear`, `nn.Conv1d` or `nn.Conv2d`; its feature is its input."""
+    """Any `nn.Linear`, `nn.Conv1d` or `nn.Conv2d`; its feature is its input. One of `experts` may get none."""
     if isinstance(module, nn.Linear):
         part = Part("linear", f"{name}.weight" if name else "weight")
     elif isinstance(module, (nn.Conv1d, nn.Conv2d)):
@@ -304,7 +305,7 @@ def plain_layer(module: nn.Module, name: str) -> Block | None:
 
         return [module.register_forward_pre_hook(show, with_kwargs=True)]
 
-    return Block(name, module, (part,), hooks, selective=False)
+    return Block(name, module, (part,), hooks, selective=False, may_rest="experts" in name.split("."))
 
 
 def windows(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
@@ -341,7 +342,8 @@ def shared_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
-    """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them.
+    """The selective SSMs of a model, in its order; with `layers` also the linear and convolution layers around them,
+    and experts.
 
     Other packages' readers are tried first. A block whose parameters belong to a block found earlier is skipped. A
     plain layer that shares its weight, e.g. with an embedding, is skipped: its input is not all that the weight
@@ -366,8 +368,8 @@ def find_blocks(model: nn.Module, layers: bool = False) -> list[Block]:
         )
     if layers:
         for name, module in modules.items():
-            layer = plain_layer(module, name)
-            if layer is not None and layer.parts[0].parameter not in claimed | set(shared):
+            layer = plain_layer(module, name) or experts(module, name)
+            if layer is not None and not {part.parameter for part in layer.parts} & (claimed | set(shared)):
                 blocks.append(layer)
         order = {name: place for place, name in enumerate(modules)}
         blocks.sort(key=lambda block: order[block.name])

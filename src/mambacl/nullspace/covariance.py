@@ -69,4 +69,4 @@ class Covariance(Accumulator):
         if self.accumulate == "mean-input":
             features = tuple(feature.mean(0, keepdim=True) for feature in features)
         total, rows = self.product(*features)
-        return {"covariance": total.double() / (rows if self.accumulate == "batch-mean" else 1)}
+        return {"covariance": total.double() / (max(rows, 1) if self.accumulate == "batch-mean" else 1)}

@@ -69,8 +69,8 @@ def register_projection(
     taken: dict[str, Snapshot] = {}
 
     def stepped() -> dict[str, Tensor]:
-        """What the optimizer steps on."""
-        return trained() if masters is None else masters.current(trained())
+        """What the optimizer steps on, in the middle of a step."""
+        return trained() if masters is None else masters.current(parameters)
 
     def copies(word: str) -> dict[str, Tensor]:
         """A copy that the first step creates starts as the parameter itself."""

@@ -88,6 +88,8 @@ class Selection:
             self.protections = self._of_weights(protected)
         else:
             self.protections = [_protection(b, part, rules[part.kind].feature, projector) for b, part in protected]
+        if projector == "recursive":
+            self._check_no_experts(protected)
         trained = {part.parameter for _, part in self.parts() if rules[part.kind].trains}
         if setting.others != "fixed":
             trained |= set(self.others)
@@ -112,6 +114,14 @@ class Selection:
                 f"{advice}; or register a block reader in the entry point group 'mambacl.block_readers'."
             )
         return found
+
+    def _check_no_experts(self, protected: Sequence[tuple[Block, Part]]) -> None:
+        for block, part in protected:
+            if block.may_rest or (part.kind == "linear" and len(self.shapes[part.parameter]) == 3):
+                raise UserError(
+                    f"projector recursive does not protect experts, as {block.name}: the batches' mean inputs that it "
+                    f"absorbs leave out some of them. Use rule='gpm', or leave=('{block.name}',)."
+                )
 
     def _of_weights(self, protected: Sequence[tuple[Block, Part]]) -> list[Protection]:
         """Both sides of each matrix that has protected rows."""

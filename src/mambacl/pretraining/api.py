@@ -71,6 +71,7 @@ def pretrain(
             return _finished(folder, config)
     job = _build(config, folder, clock)
     with folder.locked():
+        folder.clear_left_over()
         if existing is None:
             _clear(folder, config)
             write_bytes(folder.path / CONFIG, config.as_yaml().encode())
@@ -118,7 +119,7 @@ def _refuse_another(folder: RunFolder, existing: PretrainConfig, wanted: Pretrai
 
 
 def _clear(folder: RunFolder, config: PretrainConfig) -> None:
-    for name in (CHECKPOINT, RESULTS, EVENTS, PROGRESS, CARD, f"{config.backbone}.safetensors", CONFIG):
+    for name in (RESULTS, CHECKPOINT, EVENTS, PROGRESS, CARD, f"{config.backbone}.safetensors", CONFIG):
         (folder.path / name).unlink(missing_ok=True)
 
 

@@ -259,7 +259,12 @@ class Pretraining:
             "random": random_text,
             "data": self.fingerprint,
         }
-        self.background.do(lambda: write_tensors(self.folder.path / CHECKPOINT, tensors, text))
+
+        def write() -> None:
+            self.folder.sync_events()
+            write_tensors(self.folder.path / CHECKPOINT, tensors, text)
+
+        self.background.do(write)
 
     def restore(self) -> None:
         """Continues from the checkpoint, if there is one."""

@@ -105,6 +105,8 @@ def train(
     weights = checkpoints.backbone_state(parts.model)
 
     def start() -> None:
+        if folder.exists() and not again:
+            raise UserError(f"Another process has trained {folder.path} meanwhile: repeat the command to continue it.")
         folder.clear()
         folder.create(resolved, described)
         with watch.phase("checkpoints"):
@@ -168,7 +170,7 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
     _check_root(folder, config)
 
     with _locked(folder):
-        ranks.decide(folder.clear_covariances)
+        ranks.decide(folder.clear_left_over)
         started = ranks.decide((folder.checkpoints / BACKBONE).exists)
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
@@ -328,8 +330,8 @@ def _note_end(loop: Loop, status: str) -> None:
     loop.trackers.close(status)
     with suppress(OSError):  # a full disk may have stopped the run
         loop.background.wait()
-    with suppress(OSError):
-        loop.write_results(status)
+    with suppress(OSError, UserError):
+        loop.note_end(status)
 
 
 @contextmanager

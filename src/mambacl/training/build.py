@@ -20,7 +20,7 @@ from mambacl.methods import METHODS, Method, Setup
 from mambacl.registry import unknown
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import checkpoints
-from mambacl.training.folder import TASK_END, RunFolder
+from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop, consolidates
 from mambacl.training.progress import Progress
 from mambacl.training.recipe import Recipe
@@ -193,7 +193,7 @@ def _method(
 ) -> Method:
     known = None
     if config.known_classes:  # after the first task, the checkpoints have this classifier
-        learned = folder is not None and (folder.checkpoints / TASK_END).exists()
+        learned = folder is not None and checkpoints.task_end_file(folder) is not None
         classes = len(stream.tasks[0])
         known = nn.Linear(1, classes) if learned else _known_classifier(config, classes)
     names = [stream.dataset.class_names[c] for c in stream.class_order]

@@ -8,19 +8,18 @@
     previous.safetensors  the one before it
     task-end.safetensors  the last one that was written at the end of a task
 
-Writing `last.safetensors` commits a checkpoint: it names the other files that belong to it.
+Writing `last.safetensors` commits a checkpoint: it names the other files that belong to it. At the end of a task,
+results.json and then `task-end.safetensors` follow. A process can be killed between any two of these steps, so readers
+take the checkpoint after as many tasks as results.json counts, which is one of the two, and `resume` does the rest.
 """
 
 import copy
 import dataclasses
 import json
-import os
 import random
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from mambacl import ranks
 from mambacl.errors import UserError
-from mambacl.files import read_tensors, write_tensors
+from mambacl.files import keep_as, read_tensors, read_text, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace.shards import cut_like, is_cut, whole
 from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
@@ -110,11 +109,13 @@ class TaskState:
     text: Mapping[str, str]
 
     def on_cpu(self) -> "TaskState":
-        """A copy in main memory, to be written while training continues. Tensors that are already there are never
-        changed in place, so they are not copied. Names that share a tensor still share it."""
+        """A copy in main memory, to be written while training continues: the next task can change the sums in place.
+        Names that share a tensor still share it."""
         copies: dict[int, Tensor] = {}
-        tensors = {name: copies.setdefault(id(t), t.detach().cpu()) for name, t in self.tensors.items()}
-        return dataclasses.replace(self, tensors=tensors)
+        for tensor in self.tensors.values():
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        return dataclasses.replace(self, tensors={name: copies[id(t)] for name, t in self.tensors.items()})
 
     def nbytes(self) -> int:
         return nbytes(self.tensors)
@@ -143,24 +144,24 @@ def contents(
 
 
 def write(folder: RunFolder, position: Position, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
+    """Commits a checkpoint. `settle` comes after it, when results.json counts the same tasks."""
     last = folder.checkpoints / LAST
     if last.exists():
-        _keep_as(last, folder.checkpoints / PREVIOUS)
+        keep_as(last, folder.checkpoints / PREVIOUS, sync=False)  # the last one is on disk under its own name
     write_tensors(last, tensors, text)
+
+
+def settle(folder: RunFolder, position: Position) -> None:
+    """Keeps the last checkpoint, which has this position, as that of the end of a task, and removes states of finished
+    tasks that no checkpoint needs any more."""
     if position.epoch == 0:
-        _keep_as(last, folder.checkpoints / TASK_END)
-    for task, path in folder.task_files().items():
-        if task < position.task - 2:  # the last and the previous checkpoint need the others
-            path.unlink()
-
-
-def _keep_as(path: Path, other: Path) -> None:
-    """Keeps a file's contents under another name: by a hard link, or by a copy if the file system has no links."""
-    other.unlink(missing_ok=True)
-    try:
-        os.link(path, other)
-    except OSError:
-        shutil.copyfile(path, other)
+        keep_as(folder.checkpoints / LAST, folder.checkpoints / TASK_END)
+    old = [path for task, path in folder.task_files().items() if task < position.task - 2]
+    if old:
+        needed = {found.task_file for name in (LAST, PREVIOUS, TASK_END) if (found := _position(folder, name))}
+        for path in old:
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
 
 
 class Background:
@@ -202,18 +203,31 @@ class Checkpoint:
     random_text: str
 
 
+def task_end_file(folder: RunFolder) -> str | None:
+    """The name of the checkpoint at the end of the latest finished task, or None before the first. Between the moments
+    when results.json counts a task and when `task-end` is of that task, it is the last one."""
+    counted = len(folder.results().get("correct", ()))
+    for name in (TASK_END, LAST):
+        position = _position(folder, name)
+        if position is not None and (position.task, position.epoch) == (counted, 0):
+            return name
+    return TASK_END if (folder.checkpoints / TASK_END).exists() else None
+
+
 def load_task_end(folder: RunFolder) -> Checkpoint | None:
     """The checkpoint at the end of the latest finished task, or None before the first."""
-    if not (folder.checkpoints / TASK_END).exists():
+    name = task_end_file(folder)
+    if name is None:
         return None
     try:
-        return _read(folder, TASK_END)
+        return _read(folder, name)
     except UserError as error:
         raise UserError(f"{error} {START_AGAIN}") from None
 
 
 def load(folder: RunFolder) -> Checkpoint | None:
-    """The latest intact checkpoint, or None before the first. If the last is damaged, takes the previous one."""
+    """The latest intact checkpoint, or None before the first. If the last is damaged, takes the previous one, which
+    becomes the last."""
     damaged: UserError | None = None
     for name in (LAST, PREVIOUS):
         if not (folder.checkpoints / name).exists():
@@ -224,12 +238,23 @@ def load(folder: RunFolder) -> Checkpoint | None:
             logger.warning("%s Trying the previous checkpoint.", error)
             damaged = error
             continue
-        if damaged is not None:
-            _keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST)
+        if name == PREVIOUS:
+            keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST)
         return checkpoint
     if damaged is not None:
         raise UserError(f"{damaged} No intact checkpoint is left. {START_AGAIN}")
     return None
+
+
+def _position(folder: RunFolder, name: str) -> Position | None:
+    """The position of a checkpoint; None if the file is missing or damaged."""
+    path = folder.checkpoints / name
+    if not path.exists():
+        return None
+    try:
+        return Position(**json.loads(read_text(path)["position"]))
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _read(folder: RunFolder, name: str) -> Checkpoint:

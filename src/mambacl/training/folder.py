@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import yaml
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
-from mambacl.files import locked, replacing, write_bytes, write_json
+from mambacl.files import locked, remove_unfinished, replacing, sync_file, sync_folder, write_bytes, write_json
 from mambacl.scenarios import SCENARIOS
 from mambacl.training import confusion
 from mambacl.training.confusion import Confusion
@@ -107,43 +107,53 @@ class RunFolder:
 
     def create(self, config: RunConfig, stream: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a folder that may not be read
+            sync_folder(self.path.parent)
         write_json(self.path / STREAM, stream)
         write_bytes(self.path / CONFIG, config.as_yaml().encode())
 
     def clear(self) -> None:
-        """Removes only the files that a run writes, checkpoints first and config.yaml last."""
-        (self.path / LEARNED).unlink(missing_ok=True)
+        """Removes only the files that a run writes. At any moment what is left is a run that `resume` can train to its
+        end, or none: results.json goes first, so that it is not finished any more; its checkpoints follow from the
+        last one on, and config.yaml goes when the rest of a run is gone."""
+        for name in (RESULTS, LEARNED):
+            (self.path / name).unlink(missing_ok=True)
+        for name in (LAST, PREVIOUS, TASK_END):
+            (self.checkpoints / name).unlink(missing_ok=True)
         for path in (*self.checkpoints.glob("*.safetensors"), *self.learned_states.glob("*.safetensors")):
             path.unlink()
         self.clear_under_way()
-        self.clear_covariances()
+        self.clear_left_over()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        names = (EVENTS, RESULTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, STREAM, CONFIG)
-        for name in names:
+        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, CONFIG, STREAM):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_checkpoints(self) -> None:
         """Leaves only what reports and tables of a finished run read, which is small. Nothing can continue it then."""
-        self.clear_covariances()
+        self.clear_left_over()
         for path in self.checkpoints.glob("*.safetensors"):
             path.unlink()
 
-    def clear_covariances(self) -> None:
-        """Removes covariances that a killed process left on disk; the checkpoints have their own copy."""
+    def clear_left_over(self) -> None:
+        """Removes what a killed process left: unfinished files, and covariances on disk, which the checkpoints have,
+        too. Only the process that holds the lock may do this."""
         from mambacl.nullspace.memory import COVARIANCE_FOLDER  # late, because it imports PyTorch
 
         for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
+        remove_unfinished(self.checkpoints)
+        for name in ("*.safetensors", CONFIG, STREAM, RESULTS, PROGRESS, CONFUSION, LEARNED):
+            remove_unfinished(self.path, name)
 
     def clear_under_way(self) -> None:
         """Removes the checkpoints of a task that is being learned."""
         shutil.rmtree(self.under_way, ignore_errors=True)
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Locks the folder: one process at a time can train it."""
+    def locked(self, remedy: str = "wait for it, or choose --out") -> AbstractContextManager[None]:
+        """Locks the folder: one process at a time can change the run. The error for another one names the first."""
         self.path.mkdir(parents=True, exist_ok=True)
-        return locked(self.path / ".lock", f"Another process is training {self.path}: wait for it, or choose --out.")
+        return locked(self.path / ".lock", f"is training {self.path}: {remedy}.")
 
     # The configuration
 
@@ -204,11 +214,12 @@ class RunFolder:
         write_json(self.path / RESULTS, results)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Adds the seconds of a phase after the run itself."""
-        results = self.results()
-        known = results.setdefault("seconds", {})
-        known[phase] = known.get(phase, 0.0) + seconds
-        self.write_results(results)
+        """Adds the seconds of a phase after the run itself, unless another process has begun to train it again."""
+        with suppress(UserError), self.locked():
+            results = self.results()
+            known = results.setdefault("seconds", {})
+            known[phase] = known.get(phase, 0.0) + seconds
+            self.write_results(results)
 
     def audit(self) -> dict[str, Any]:
         """The audit; empty if the file is missing."""
@@ -277,6 +288,11 @@ class RunFolder:
     def events_length(self) -> int:
         path = self.path / EVENTS
         return path.stat().st_size if path.exists() else 0
+
+    def sync_events(self) -> None:
+        """Flushes the events to disk, before a checkpoint counts on them."""
+        if (self.path / EVENTS).exists():
+            sync_file(self.path / EVENTS)
 
     def truncate_events(self, length: int) -> None:
         """Removes lines written after the checkpoint that the run resumes from."""

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from mambacl.errors import UserError
-from mambacl.files import read_tensors, write_tensors
+from mambacl.files import read_tensors, remove_unfinished, write_tensors
 from mambacl.methods import METHODS, Method
 from mambacl.training.checkpoints import Checkpoint
 from mambacl.training.folder import LEARNED, TASK_END, RunFolder
@@ -162,7 +162,8 @@ def switch(folder: RunFolder, history: History) -> None:
 def remove_unnamed(folder: RunFolder, history: History) -> None:
     """Removes states that no task names, and what a killed process left."""
     named = {task.file for task in history.tasks}
-    for path in (*folder.learned_states.glob("*.safetensors"), *folder.learned_states.glob(".*.part")):
+    for path in folder.learned_states.glob("*.safetensors"):
         if path.name not in named:
             path.unlink(missing_ok=True)
+    remove_unfinished(folder.learned_states)
     folder.clear_under_way()

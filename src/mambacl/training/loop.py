@@ -115,7 +115,8 @@ class Loop:
         self.room = KEPT
 
     def run(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Trains from the beginning, or from a checkpoint, to the end. Returns the results."""
+        """Trains from the beginning, or from a checkpoint, to the end. Returns the results; the caller writes them when
+        nothing else is left to do."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         if checkpoint is not None:
@@ -126,7 +127,8 @@ class Loop:
         for task in range(self.position.task, len(self.stream.tasks)):
             self._train_task(task)
             self._end_task(task)
-        return self.write_results("finished")
+        self.background.wait()
+        return self.results("finished")
 
     def _phase(self, counted: str, text: str, task: int, of: int = 0, epoch: int = 0, epochs: int = 0) -> None:
         tasks = len(self.stream.tasks)
@@ -435,6 +437,7 @@ class Loop:
         if ranks.is_first():
             self.folder.truncate_events(self.position.metrics_length)
             self.write_results("running")
+            checkpoints.settle(self.folder, self.position)  # a killed process may not have come to it
 
     def _save(self, task_state: TaskState | None = None) -> None:
         """Writes a checkpoint, with the method's state at the end of a task. In the background, a checkpoint within a
@@ -470,10 +473,12 @@ class Loop:
         results = copy.deepcopy(self.results("running"))
 
         def write() -> None:
+            self.folder.sync_events()
             if state is not None:
                 state.write(self.folder)
             checkpoints.write(self.folder, *kept)
             self.folder.write_results(results)
+            checkpoints.settle(self.folder, kept[0])
 
         self.background.do(write)
 
@@ -496,6 +501,11 @@ class Loop:
         if ranks.is_first():
             self.folder.write_results(results)
         return results
+
+    def note_end(self, status: str) -> None:
+        """Writes why the run ends early. The results stay those of the last checkpoint."""
+        if ranks.is_first():
+            self.folder.write_results({**(self.folder.results() or self.results(status)), "status": status})
 
     def results(self, status: str) -> dict[str, Any]:
         self._count_seconds()
