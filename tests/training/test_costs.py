@@ -25,7 +25,8 @@ from mambacl.training.costs import (
 SIZES = Sizes(
     parameters=1000, trained=400, blocks=10, block=90, head=60, head_trained=20, forward=2e3, backward=3e3,
     kept_fixed=500, kept_image=100, again_fixed=50, again_image=10, block_fixed=5, block_image=12,
-    matrices={10: 4, 20: 3}, basis_values=160, projected=300, projection=8e3, snapshot=1500, gram=700.0, held=2,
+    matrices={10: 4, 20: 3}, basis_values=160, projected=300, projected_tensors=3,
+    projection=8e3, snapshot=1500, gram=700.0, held=2,
 )  # fmt: skip
 COVARIANCES = 8 * (4 * 100 + 3 * 400)
 MACHINE = Machine(speed=1e4, float32=4e3, cube=1e-6, copies=1e5, host=1e3, bandwidth=1e4, latency=1e-4, reserved=7.0)
@@ -75,7 +76,7 @@ def test_memory_at_the_end_of_a_task() -> None:
     found = task_end_memory(SIZES, DDP, LOAD)
     assert found == {
         "parameters": 4000,
-        "activations": 5 + 3 * 12,  # of 10 images on 4 GPUs
+        "activations": 5 + 10 * 12,
         "gathering": COVARIANCES,
         "covariances": 2 * COVARIANCES,
         "projectors": 2 * 640,
@@ -102,7 +103,7 @@ def test_seconds_of_a_step_with_ddp() -> None:
     found = step_seconds(SIZES, Switches(accumulate=2), LOAD, slow)
     assert found["waiting"] == pytest.approx(all_reduce(1680, 4, slow) - 1.2)
     shared = Switches(share_steps=True)
-    assert step_seconds(SIZES, shared, LOAD, MACHINE)["projection"] == 2.0 / 4 + all_gather(1200, 4, MACHINE)
+    assert step_seconds(SIZES, shared, LOAD, MACHINE)["projection"] == 2.0 / 4 + all_gather(1200, 4, MACHINE, 3)
     assert sent_bytes(SIZES, shared, LOAD) == 0.75 * (2 * 1680 + 1200)
     assert sent_bytes(SIZES, DDP, LOAD) == 2 * 0.75 * 1680
 
@@ -128,7 +129,7 @@ def test_the_end_of_a_task() -> None:
         "covariances": 25 * (0.2 + 0.175),
         "sum": all_reduce(COVARIANCES, 4, MACHINE, 7),
         "decomposition": 1e-6 * (1000 * 1 + 8000 * 1),  # of 4 and of 3 matrices, on 4 GPUs
-        "bases": all_gather(640, 4, MACHINE, 7),
+        "bases": all_gather(640, 4, MACHINE, 4),
         "moving": 2 * COVARIANCES / 1e3,
     })  # fmt: skip
     assert task_end_seconds(SIZES, DDP, replace(LOAD, gpus=3), MACHINE, 0)["decomposition"] == pytest.approx(0.010)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,7 @@ def plan(
         import torch
 
         from mambacl.backbones import create_model
+        from mambacl.bench.result import quiet
         from mambacl.nullspace import NullSpace
         from mambacl.nullspace.plan import make_plan
         from mambacl.ops.switch import serves
@@ -120,7 +122,8 @@ def plan(
     print(plan_text(made, config.backbone, size, protected, count, space.setting.storage, str(where)))
     if gpus_:
         if serves(torch.device("cuda")) != serves(where):  # a GPU's kernels need less
-            made = make_plan(space, images, protected, count, kernels=serves(torch.device("cuda")))
+            with quiet(logging.WARNING):  # the space is described already
+                made = make_plan(space, images, protected, count, kernels=serves(torch.device("cuda")))
         _several(name, size, config, space, made, count, gpus_, workload, cluster, json)
 
 

@@ -76,6 +76,8 @@ class Sizes:
     """values of all bases"""
     projected: int = 0
     """values of the projected parameters"""
+    projected_tensors: int = 0
+    """their number"""
     projection: float = 0.0
     """operations of the projection"""
     snapshot: float = 0.0
@@ -156,9 +158,9 @@ def step_memory(sizes: Sizes, switches: Switches, load: Load) -> Parts:
 
 def task_end_memory(sizes: Sizes, switches: Switches, load: Load) -> Parts:
     """Bytes per GPU while a task's covariances are gathered and decomposed: gradients and moments are gone, and blocks
-    keep nothing; a new set of covariances and bases comes beside the old ones."""
+    keep nothing; a new set of covariances and bases comes beside the old ones. GPUs take whole batches in turns."""
     before = step_memory(sizes, switches, load)
-    images = -(-load.covariance_batch // load.gpus)
+    images = load.covariance_batch
     return {
         "parameters": before["parameters"],
         "activations": (sizes.block_fixed + sizes.block_image * images) if sizes.matrices else 0.0,
@@ -200,8 +202,8 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
 
     DDP sums the gradients, 4 T bytes, while the last piece's backward pass runs. FSDP2 gathers the parameters, 4 P
     bytes, for every forward and backward pass, and scatters the gradients, all hidden by both passes. With DDP each GPU
-    projects the whole step or, with `share_steps`, its share, and all gather the projected values. With FSDP2 each
-    projects its shard.
+    projects the whole step or, with `share_steps`, its share of the parameters and sends them to all
+    others. With FSDP2 each projects its shard.
     """
     trained = FLOAT32 * (sizes.trained + sizes.head_trained)
     forward, backward = (load.own * flops / machine.speed for flops in (sizes.forward, sizes.backward))
@@ -215,7 +217,8 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
         hidden = (again + backward) / switches.accumulate
     projection = sizes.projection / machine.float32 / (load.gpus if switches.shard or switches.share_steps else 1)
     if switches.share_steps and not switches.shard:
-        projection += all_gather(FLOAT32 * sizes.projected, load.gpus, machine)
+        senders = min(load.gpus, sizes.projected_tensors)
+        projection += all_gather(FLOAT32 * sizes.projected, load.gpus, machine, senders)
     brought = sizes.basis_values * ITEMS[switches.storage] / machine.host if switches.projectors != "device" else 0.0
     return {
         "forward": forward,
@@ -243,14 +246,13 @@ def task_end_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Mach
     bases."""
     if not sizes.matrices:
         return {}
+    count = sum(sizes.matrices.values())
     moved = 2 * sizes.covariances / machine.host if switches.covariances != "device" else 0.0
     return {
         "covariances": images / load.gpus * (sizes.forward / machine.speed + sizes.gram / machine.float32),
-        "sum": all_reduce(sizes.covariances, load.gpus, machine, sum(sizes.matrices.values())),
+        "sum": all_reduce(sizes.covariances, load.gpus, machine, count),
         "decomposition": sum(machine.cube * size**3 * -(-count // load.gpus) for size, count in sizes.matrices.items()),
-        "bases": all_gather(
-            sizes.basis_values * ITEMS[switches.storage], load.gpus, machine, sum(sizes.matrices.values())
-        ),
+        "bases": all_gather(sizes.basis_values * ITEMS[switches.storage], load.gpus, machine, min(load.gpus, count)),
         "moving": moved,
     }
 

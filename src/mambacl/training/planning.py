@@ -88,6 +88,7 @@ def count_sizes(
         matrices=plan.matrices,
         basis_values=plan.projector_bytes // ITEMS[storage],
         projected=sum(shape.numel() for shape in shapes),
+        projected_tensors=len({p.part.parameter for p in space.selection.projected()}),
         projection=plan.projection_flops,
         snapshot=plan.step_bytes,
         gram=gram_operations(space, size),
