@@ -37,6 +37,7 @@ NOT_RUN = {
     r"python examples/(tune_rivals|drift)": "needs hours; tests/paper and tests/test_examples.py run them smaller",
     r"mambacl train images .*--stream.session_lists": "needs a protocol's lists; tests/data/test_few_shot.py",
     r"mambacl pretrain|mambacl train images .*--pretrained pretrained/": "needs minutes; tests/pretraining",
+    r"mambacl (sweep|tune) ": "needs minutes; tests/sweeps reads the page's file and searches, and runs smaller ones",
     r"mambacl bench": "needs minutes; tests/bench",
     r"mambacl plan (examples|.*--gpus)": "needs many seconds; tests/training/test_planning.py",
     r"mambacl (serve|watch runs/demo-mamba-cl-0$)|curl |python -m mambacl.deploy.clients": (
@@ -67,6 +68,7 @@ ELSEWHERE = [
     ("integrations.md", {1}, "test_avalanche.py", "test_the_code_of_the_documentation"),
     ("learn.md", {0}, "deploy/test_learning_commands.py", "test_the_code_of_the_page_runs"),
     ("python.md", {0}, "test_docs.py", "test_the_loop_of_your_own"),
+    ("sweeps.md", {0}, "sweeps/test_pages.py", "test_the_code_of_the_page_runs"),
     ("python.md", {4}, "test_docs.py", "test_classifiers_on_features"),
     ("scale.md", {0}, "tuning/test_recomputing.py", "test_the_code_of_the_page_runs"),
 ]

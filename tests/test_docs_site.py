@@ -16,6 +16,7 @@ from docs_help import SOURCE
 import mambacl
 
 DOCS = SOURCE / "docs"
+LINK = re.compile(r"\]\((?!\w+://)([^)#\s]*)(?:#([^)\s]*))?\)")  # file and anchor
 
 
 def navigation() -> list[str]:
@@ -28,6 +29,10 @@ def navigation() -> list[str]:
         return [page for part in inner for page in pages(part)]
 
     return pages(yaml.safe_load((SOURCE / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
 
 
 def test_the_navigation_names_every_page_once() -> None:
@@ -54,14 +59,30 @@ def test_the_reference_has_every_public_name() -> None:
 def test_markdown_that_only_some_programs_understand_is_not_used() -> None:
     """A list or a table needs an empty line before it; an inner list needs four spaces."""
     for page in DOCS.glob("**/*.md"):
-        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
-        lines = text.splitlines()
+        lines = without_code(page).splitlines()
         for before, line in itertools.pairwise(lines):
             item, table = re.match(r"([-*]|\d+\.) ", line), line.startswith("|")
             inside = re.match(r"([-*]|\d+\.) |\s", before) if item else before.startswith("|")
             comment = before.startswith("<!--")
             assert not (item or table) or inside or not before or comment, f"{page.name}: {line}"
             assert not re.match(r" {1,3}[-*] ", line), f"{page.name}: {line}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings. mkdocs joins hyphens and code hosts do not; those that differ are left out."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page), re.M)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", name) for name in plain} & {name.replace(" ", "-") for name in plain}
+
+
+@pytest.mark.parametrize("page", [SOURCE / "README.md", *sorted(DOCS.glob("**/*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """A page of the site links to files of the site only: ../README.md is none."""
+    within = SOURCE if page.name == "README.md" else DOCS
+    for name, anchor in LINK.findall(without_code(page)):
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists() and target.is_relative_to(within), f"{page.name}: {name}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {name}#{anchor}"
 
 
 # Figures
@@ -118,6 +139,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     for page in navigation():
         text = (tmp_path / "site" / page.replace(".md", ".html")).read_text(encoding="utf-8")
         assert "<h1" in text and ":::" not in re.sub(r"<code>[^<]*</code>", "", text), page
+        elsewhere = re.findall(r'<(?!a\s)[^>]*\b(?:src|href)="https?://[^>]*>', text)
+        assert not elsewhere, f"{page} asks another server: {elsewhere}"
     reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
     assert 'id="mambacl.train"' in reference and 'id="mambacl.NullSpace.consolidate"' in reference
-    assert not re.search(r'(src|href)="https?://(?!github\.com)', reference), "the site asks another server"

@@ -24,6 +24,7 @@ ORDER = (
     "pretraining",
     "reports",
     "deploy",
+    "sweeps",
     "paper",
     "bench",
     "diagnosis",

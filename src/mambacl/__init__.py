@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mambacl.nullspace import NullSpace, Setting
     from mambacl.ops import selective_scan
     from mambacl.reports import write_report as report
+    from mambacl.sweeps.api import sweep
+    from mambacl.sweeps.tune import tune
     from mambacl.training.api import Run, audit, evaluate, resume, train
     from mambacl.training.recorded import recorded
 
@@ -33,6 +35,8 @@ _attribute = attributes(
         "list_datasets": "data",
         "recorded": "training.recorded",
         "selective_scan": "ops",
+        "sweep": "sweeps.api",
+        "tune": "sweeps.tune",
     },
 )
 
@@ -60,7 +64,9 @@ __all__ = [
     "resume",
     "rollback",
     "selective_scan",
+    "sweep",
     "train",
+    "tune",
 ]
 
 

@@ -57,6 +57,8 @@ def test_options_and_their_values() -> None:
     assert "mamba-cl" in completed("train", "--method", "m") and "ridge" in completed("train", "--classifier", "r")
     assert completed("train", "--backbone", "defocus_mamba_n") == ["defocus_mamba_nano"]
     assert completed("train", "--backbone", "demo") == [] and completed("train", "--fast", "") == ["true", "false"]
+    assert completed("tune", "demo", "--metric", "final") == ["final_accuracy_tasks", "final_accuracy_images"]
+    assert completed("sweep", "--engine", "") == ["local", "ray", "slurm"]
     assert completed("train", "--stream.root", "") == []  # the shell completes the path
     assert completed("train", "--help", "tra") == ["training"] and completed("models", "--help", "") == []
     known = completed("pretrain", "--")

@@ -96,7 +96,7 @@ def test_the_figures_are_plain_json() -> None:
 def test_the_page_shows_the_figures_and_escapes_names() -> None:
     html = as_page(FOUND, FOUND.broken({"max_drop": 0}), limited=True)
     assert "Past a limit:" in html and "fell by 0.50 points" in html and "within the limits" not in html
-    assert "cat/&lt;b&gt;.png" in html and "<b>.png" not in html
+    assert "cat/<wbr>&lt;b&gt;.<wbr>png" in html and "<b>." not in html
     assert html.count('<section id="') == 4 and "http:" not in html and "https:" not in html
     assert "blocks.1" in html and "3.000%" in html and "5 of 200" in html
     html = as_page(dataclasses.replace(FOUND, drift=None, flips=(), unreadable=("a.png is empty",)), [], limited=True)

@@ -8,6 +8,7 @@ import torch
 from block_models import PlainMamba, build, output
 from processes import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -315,6 +316,41 @@ def test_blocks_of_every_kind(names):
     expected = {name: of_another_kind(name, False) for name in names}
     for found in on_ranks(2, other_kinds, names):
         same(found, expected, 1e-5)  # some of their layers compute in float32
+
+
+def cut_in_copies(count):
+    """Two copies of the model, each cut over two processes."""
+    model = small_model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut"))
+    fully_shard(model, mesh=mesh)
+    return one_task(model, count)
+
+
+def one_task(model, count):
+    space = NullSpace(model, "paper", rank="energy:0.9", layers="all")
+    space.consolidate([own(images(0, count))])
+    optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=0.05))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(own(images(100 + step, count))).square().mean().backward()
+        optimizer.step()
+    return {"energy": space.update_energy(), "model": {n: whole(p).detach() for n, p in model.named_parameters()}}
+
+
+def cut_alone(count):
+    return one_task(cut(small_model()), count)
+
+
+@pytest.mark.slow
+def test_a_single_process_that_holds_all_rows():
+    same(on_ranks(1, cut_alone, 8)[0], one_task(small_model(), 8))
+
+
+@pytest.mark.slow
+def test_a_model_in_copies_that_are_cut():
+    expected = one_task(small_model(), 8)
+    for found in on_ranks(4, cut_in_copies, 8):
+        same(found, expected)
 
 
 def test_flat_parameters_are_refused():

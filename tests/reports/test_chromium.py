@@ -41,6 +41,8 @@ def test_a_page(tab: Tab, pages, page, width, dark):
     tab.open(pages[page], width, dark=dark)
     assert tab.complaints() == []
     assert tab.value("document.documentElement.scrollWidth") <= width
+    captions = "Math.max(...[...document.querySelectorAll('caption')].map(e => e.getBoundingClientRect().right))"
+    assert tab.value(captions) <= width  # wide tables scroll, their captions do not
     ground = tab.value("getComputedStyle(document.body).backgroundColor").strip("rgb()").split(",")
     assert (sum(map(int, ground)) < 3 * 100) == dark
     ink = tab.value("getComputedStyle(document.querySelector('.drawing text')).fill").strip("rgb()").split(",")

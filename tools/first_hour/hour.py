@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2]
 INSIDE = Path(__file__).resolve().parent / "inside"  # scripts that run in the new environment
-LONGEST = 600  # seconds for one command
+LONGEST = 1800  # seconds for one command: only what hangs takes so long, even on a busy machine
 LONGEST_INSTALL = 3600  # PyTorch is 5 GB: a slow line is no fault of the package
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 

@@ -35,6 +35,7 @@ from mambacl.cli.planning import plan
 from mambacl.cli.pretraining import pretrain
 from mambacl.cli.reporting import audit, report
 from mambacl.cli.serving import serve
+from mambacl.cli.sweeping import sweep, tune
 from mambacl.cli.training import evaluate, resume, train
 from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
@@ -47,8 +48,8 @@ from mambacl.registry import unknown
 from mambacl.training.seconds import count_from_process_start
 
 FUNCTIONS = (
-    train, resume, watch, evaluate, predict, learn, rollback, compare, export, serve, push, pull, report, audit,
-    pretrain, paper, plan, data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings,
+    train, sweep, tune, resume, watch, evaluate, predict, learn, rollback, compare, export, serve, push, pull, report,
+    audit, pretrain, paper, plan, data_list, data_prepare, data_check, data_show, bench, bench_against, bench_settings,
     bench_methods, bench_precision, bench_exports, bench_busy, bench_relaxation, models, methods,
     convert, doctor, completion,
 )  # fmt: skip
@@ -58,7 +59,7 @@ COMMANDS = {
     for function in FUNCTIONS
     for name in [function.__name__.replace("_", " ")]
 }
-# commands that compute for a long time
+# commands that compute for a long time; those of a sweep are processes of `train`
 LONG = ("train", "resume", "evaluate", "predict", "learn", "compare", "serve", "pretrain", "paper", "audit")
 BUSY = 0.5  # load per core above which the machine counts as busy
 SPINS = "2000"  # about as long as Python takes between two operations

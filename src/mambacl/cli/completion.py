@@ -143,6 +143,12 @@ def _classifiers() -> list[str]:
     return ["auto", *CLASSIFIERS.known()]
 
 
+def _metrics() -> list[str]:
+    from mambacl.training.metrics import METRICS
+
+    return METRICS.known()
+
+
 def _settings() -> list[str]:
     from mambacl.nullspace.settings import SETTINGS
 
@@ -181,6 +187,7 @@ NAMES: dict[str, Callable[[], list[str]]] = {
     "compare": _methods,
     "classifier": _classifiers,
     "setting": _settings,
+    "metric": _metrics,
     "design": _designs,
     "part": _parts,
     "shape": _shapes,

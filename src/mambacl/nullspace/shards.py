@@ -65,6 +65,11 @@ def is_cut(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def any_is_cut(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether any is; quick where there are no DTensors, because every step asks."""
+    return "torch.distributed.tensor" in sys.modules and any(is_cut(tensor) for tensor in tensors.values())
+
+
 def rows_of(tensor: Tensor) -> Rows | None:
     """None for a tensor that every rank holds completely."""
     if not is_cut(tensor):
@@ -88,14 +93,14 @@ def rows_of(tensor: Tensor) -> Rows | None:
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout | None:
     """What this rank holds of each tensor; None if every rank holds all of them."""
-    if not any(is_cut(tensor) for tensor in tensors.values()):
+    if not any_is_cut(tensors):
         return None
     return {name: Held(tensor.shape, rows_of(tensor)) for name, tensor in tensors.items()}
 
 
 def on_this_rank(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What this rank holds of each tensor, as views: where gradients are switched off."""
-    if not any(is_cut(tensor) for tensor in tensors.values()):
+    if not any_is_cut(tensors):
         return tensors
     return {name: t.to_local() if is_cut(t) else t for name, t in tensors.items()}  # type: ignore[attr-defined]
 

@@ -15,9 +15,9 @@ from mambacl.options import merge
 from mambacl.paper.designs import FIRST_ORDER, Benchmark, PlannedRun
 from mambacl.paper.losses import LossLoop
 from mambacl.reports.runs import RunRecord, load_run
+from mambacl.sweeps.states import state_of
 from mambacl.training.api import train
 from mambacl.training.folder import RunFolder
-from mambacl.training.identity import differences
 from mambacl.training.loop import Loop, TrainingError
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def jobs(
     made = []
     for run in plan:
         config = run_config(run, out, root, overrides or {})
-        made.append(Job(run, config, _state(config, root is not None and not anywhere)))
+        made.append(Job(run, config, state_of(config, root is not None and not anywhere)))
     return made
 
 
@@ -101,16 +101,6 @@ def _check_benchmark(config: RunConfig, run: PlannedRun, overrides: Mapping[str,
             f"The preset {benchmark.base} uses {config.backbone}, but the paper uses {run.backbone}: add --backbone "
             f"{run.backbone}, or --scale nano."
         )
-
-
-def _state(config: RunConfig, has_root: bool) -> str:
-    folder = RunFolder(config.folder)
-    if not folder.exists():
-        return "not started"
-    differing = [key for key in differences(folder.config(), config) if has_root or key != "stream.root"]
-    if differing:
-        return f"another run (differs in {', '.join(differing[:4])})"
-    return "finished" if folder.finished() else "interrupted"
 
 
 def run_jobs(work: Sequence[Job], part: str = "", keep_checkpoints: bool = True) -> None:

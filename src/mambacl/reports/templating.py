@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from mambacl.reports.rendering import to_csv
 from mambacl.reports.tables import MINUS, MISSING, Table, one_decimal
@@ -98,6 +98,7 @@ def _environment() -> Environment:
         "csv": csv_address,
         "number": _number,
         "duration": duration,
+        "breakable": _breakable,
         "shell": lambda words: shlex.quote(str(words)),
     }
     environment.globals |= {"metric": METRICS.get, "missing": MISSING, "scenarios": SCENARIOS}
@@ -116,6 +117,12 @@ def _printable(value: Any) -> Any:
     if isinstance(value, Markup):
         return value
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(value))
+
+
+def _breakable(text: Any) -> Markup:
+    """Lets narrow screens break names such as stream.train_per_class and Sandal/001.png where they have a joint."""
+    joint = r"((?<=[_/])|(?<=\.)(?=[A-Za-z]))(?![^<>]*>)"  # not within a tag
+    return Markup(re.sub(joint, "<wbr>", escape(_printable(text))))
 
 
 def _number(value: float) -> str:
