@@ -39,6 +39,7 @@ NOT_RUN = {
     r"mambacl pretrain|mambacl train images .*--pretrained pretrained/": "needs minutes; tests/pretraining",
     r"mambacl (sweep|tune) ": "needs minutes; tests/sweeps reads the page's file and searches, and runs smaller ones",
     r"mambacl bench": "needs minutes; tests/bench",
+    r"mambacl plan (examples|.*--gpus)": "needs many seconds; tests/training/test_planning.py",
     r"mambacl (serve|watch runs/demo-mamba-cl-0$)|curl |python -m mambacl.deploy.clients": (
         "runs until it is stopped; tests/deploy has the server and its clients, tests/training the view"
     ),
@@ -69,6 +70,7 @@ ELSEWHERE = [
     ("python.md", {0}, "test_docs.py", "test_the_loop_of_your_own"),
     ("sweeps.md", {0}, "sweeps/test_pages.py", "test_the_code_of_the_page_runs"),
     ("python.md", {4}, "test_docs.py", "test_classifiers_on_features"),
+    ("scale.md", {0}, "tuning/test_recomputing.py", "test_the_code_of_the_page_runs"),
 ]
 HERE = [("README.md", {0, 1, 2}), ("data.md", {0, 1}), ("python.md", {1, 2, 3, 5, 6, 7}), ("tutorial.md", {0, 1})]
 

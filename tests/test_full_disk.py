@@ -19,7 +19,7 @@ from training_help import assert_same_run
 import mambacl
 from mambacl.errors import UserError
 from mambacl.files import disk_error, full_disk, write_bytes
-from mambacl.nullspace.memory import CovarianceStore
+from mambacl.nullspace.memory import Store
 from mambacl.reports.writing import write_files
 from mambacl.training.loop import TrainingError
 
@@ -64,7 +64,7 @@ def test_a_report_that_does_not_fit_leaves_no_new_folder(tmp_path: Path) -> None
 
 
 def test_covariances_on_a_full_disk_raise_instead_of_killing_the_process(tmp_path: Path) -> None:
-    store = CovarianceStore("disk", torch.device("cpu"), tmp_path)
+    store = Store("disk", torch.device("cpu"), tmp_path)
     assert torch.equal(store.put(torch.eye(8)), torch.eye(8))
     with files_up_to(1000), pytest.raises(OSError, match="File too large"):
         store.put(torch.eye(100))

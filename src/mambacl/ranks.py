@@ -144,18 +144,22 @@ def from_first(value: T) -> T:
 
 
 def decide(work: Callable[[], T]) -> T:
-    """What `work` returns in the first rank, which alone does it; or the `UserError` that it raises there, in all."""
+    """What `work` returns in the first rank, which alone does it; or the error that it raises there, in all."""
     if count() == 1:
         return work()
-    outcome: tuple[Any, UserError | None] = None, None
+    value: Any = None
+    raised: Exception | None = None
     if is_first():
         try:
-            outcome = work(), None
-        except UserError as error:
-            outcome = None, error
-    value, refusal = from_first(outcome)
-    if refusal is not None:
-        raise refusal
+            value = work()
+        except Exception as error:
+            raised = error
+    said = raised if raised is None or isinstance(raised, (UserError, OSError)) else RuntimeError(str(raised))
+    value, elsewhere = from_first((value, said))
+    if raised is not None:
+        raise raised
+    if elsewhere is not None:
+        raise elsewhere
     return value
 
 

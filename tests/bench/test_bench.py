@@ -14,6 +14,7 @@ from small_run import CONFIG
 
 import mambacl.bench.parts
 from mambacl.bench import PARTS, SHAPES, measure
+from mambacl.bench.memory import SWITCHES
 from mambacl.bench.models import without_kernels
 from mambacl.bench.result import Result, shown, text
 from mambacl.bench.roofline import Ceilings, Work, forward_work, training_work, warps
@@ -88,6 +89,16 @@ def test_the_floor_counts_each_tensor_once() -> None:
     assert Shape(2, 8, 5, 4, groups=2).floor_bytes(2) == (read + u.nbytes, 2 * read + u.nbytes)
     forward, backward = (1e3 * count / speed for count in shape.floor_bytes(4))
     assert round(forward, 2) == 0.17 and round(backward, 2) == 0.28  # as the recorded figures count it
+
+
+def test_memory_falls_with_accumulation_and_recomputing() -> None:
+    """Two images in pieces of one; what is planned leaves out the classifier's few values."""
+    rows = {(row["precision"], row["switched_on"]): row for row in result_of("memory").rows}
+    for precision in TOY.precisions:
+        kept = [rows[precision, name]["kept_MB"] for name in SWITCHES]
+        assert kept[3] < kept[2] < 0.4 * kept[0] and kept[1] < 0.7 * kept[0]
+        for name in SWITCHES:
+            assert rows[precision, name]["planned_MB"] == pytest.approx(rows[precision, name]["kept_MB"], abs=0.01)
 
 
 def test_roofline_counts_each_kind_of_work() -> None:

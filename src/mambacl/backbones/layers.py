@@ -42,8 +42,14 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor, grad_checkpointing: bool)
     """Runs blocks in turn. With `grad_checkpointing` the backward recomputes each block, which saves memory."""
     recompute = grad_checkpointing and torch.is_grad_enabled()
     for block in blocks:
-        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        x = recomputed(block, x, block) if recompute else block(x)
     return x
+
+
+def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, block: nn.Module) -> Tensor:
+    """`run(x)`, which the backward computes again. The state of random numbers is kept only while the block trains,
+    because a CUDA graph cannot read it: in evaluation mode there are none."""
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=block.training)
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:

@@ -5,6 +5,7 @@ PARTS = {
     "roofline": "the least work of a scan, and how much longer the scan takes",
     "block": "one block, forward and backward, with and without the kernels",
     "step": "a training step: plain fine-tuning and Mamba-CL",
+    "memory": "bytes that a step keeps for its backward pass; what accumulation and recomputing save",
     "projection": "projecting a step, compared with a loop over dense matrices",
     "decomposition": "decomposing after a task, compared with an SVD per parameter",
     "inference": "predicting one image at a time, and many",

@@ -3,8 +3,9 @@
     python -m mambacl.bench.page README.md docs/settings.md docs/speed.md
 
 Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, relative to the page. FILE holds
-speeds, from `mambacl bench against --json FILE` or `mambacl bench exports --json FILE`, or accuracies. A file of
-accuracies has several tables; `<!-- table: FILE NAME -->` picks one. It has
+speeds, from `mambacl bench against --json FILE` or `mambacl bench exports --json FILE`, a plan from `mambacl plan
+--gpus N --json FILE`, or accuracies. Files of plans and of accuracies have several tables; `<!-- table: FILE NAME -->`
+picks one. A file of accuracies has
 
     rows     by name: "what", the row's first cell, and values by column: a number, [mean, standard deviation] or text
     tables   by name: the names of "columns" and "rows"
@@ -21,7 +22,9 @@ from mambacl.bench import exports
 from mambacl.bench.peers import OURS
 from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
+from mambacl.reports import gpu_plans
 from mambacl.reports.rendering import pipe_table
+from mambacl.training import planning
 
 MARKED = re.compile(
     r"(?P<begin><!-- table: (?P<file>\S+)(?: (?P<name>\S+))? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.S
@@ -41,6 +44,8 @@ def with_tables(page: str, folder: Path) -> str:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("kind") == exports.KIND:
             lines = exports.markdown(record)
+        elif record.get("kind") == planning.KIND:
+            lines = gpu_plans.markdown(record, match["name"])
         else:
             lines = accuracies(record, match["name"]) if match["name"] else markdown(record)
         return match["begin"] + lines + match["end"]

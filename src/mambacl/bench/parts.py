@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench import classifiers, network, nullspace, roofline, runs, scan
+from mambacl.bench import classifiers, memory, network, nullspace, roofline, runs, scan
 from mambacl.bench.names import PARTS
 from mambacl.bench.result import Result, check_writable, header, machine_line, quiet, save, text
 from mambacl.bench.shapes import SHAPES, shape_named
@@ -58,6 +58,7 @@ def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | No
         "roofline": lambda: roofline.measure(clock, sizes, speed),
         "block": lambda: network.measure_block(clock, sizes),
         "step": lambda: network.measure_step(clock, sizes),
+        "memory": lambda: memory.measure(clock, sizes),
         "projection": lambda: nullspace.measure_projection(clock, sizes),
         "decomposition": lambda: nullspace.measure_decomposition(clock, sizes),
         "inference": lambda: network.measure_inference(clock, sizes),

@@ -29,8 +29,9 @@ from mambacl.cli.deploy import compare, export, predict
 from mambacl.cli.doctor import doctor
 from mambacl.cli.hub import pull, push
 from mambacl.cli.learning import learn, rollback
-from mambacl.cli.models import convert, methods, models, plan
+from mambacl.cli.models import convert, methods, models
 from mambacl.cli.paper import paper
+from mambacl.cli.planning import plan
 from mambacl.cli.pretraining import pretrain
 from mambacl.cli.reporting import audit, report
 from mambacl.cli.serving import serve

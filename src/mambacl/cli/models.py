@@ -1,4 +1,4 @@
-"""Commands about models and methods: plan, models, methods, convert."""
+"""Commands about models and methods: models, methods, convert."""
 
 from __future__ import annotations
 
@@ -6,65 +6,11 @@ import json
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from mambacl.config import Device, RunConfig, preset_names, resolve
 from mambacl.errors import UserError
-from mambacl.nullspace.settings import SETTINGS
-from mambacl.options import Must, at_least
 from mambacl.registry import did_you_mean
 from mambacl.status import status
-
-
-def plan(
-    backbone: Annotated[str, "a model (`mambacl models` lists them) or a preset"],
-    *,
-    image_size: Annotated[int | None, "pixels; default: the preset's or the model's", at_least(1)] = None,
-    setting: Annotated[str | None, f"{', '.join(SETTINGS)}; default: the preset's, or paper"] = None,
-    tasks: Annotated[int | None, "number of tasks, for --keep-tasks and the total time", at_least(1)] = None,
-    protected: Annotated[
-        float, "share of directions assumed to be protected", Must("be between 0 and 1", lambda share: 0 <= share <= 1)
-    ] = 0.1,
-    storage: Annotated[str | None, "precision of the projectors: float32, bfloat16, ..."] = None,
-    covariances: Annotated[str | None, "where to keep them: device, cpu, disk"] = None,
-    layers: Annotated[Literal["ssm", "all"] | None, "protect the selective SSMs, or every layer"] = None,
-    keep_tasks: Annotated[bool, "keep the covariances of each task separately"] = False,
-    blocks: Annotated[int | None, "only the first N blocks", at_least(1)] = None,
-    device: Annotated[Device, "where it will run: cpu, cuda"] = "auto",
-    no_calibration: Annotated[bool, "do not measure the time"] = False,
-) -> None:
-    """predict the cost of protecting a model or preset: `mambacl plan defocus_mamba_large_22k --image-size 192`
-
-    Predicts the memory, the FLOPs of a projected step and the time of a decomposition, before any training."""
-    with status("loading PyTorch"):
-        import torch
-
-        from mambacl.backbones import create_model
-        from mambacl.nullspace import NullSpace
-        from mambacl.nullspace.plan import make_plan
-        from mambacl.ops.switch import serves
-        from mambacl.reports.plans import plan_text
-        from mambacl.training.build import pick_device
-
-    known = backbone in preset_names()
-    config = resolve(backbone, {}) if known else RunConfig(backbone=backbone)
-    with torch.device("meta"):
-        model: Any = create_model(config.backbone, num_classes=0, **config.backbone_options)
-        size = image_size or config.stream.transforms.image_size or model.default_cfg["input_size"][-1]
-        images = torch.empty(1, 3, size, size)
-    given = {"storage": storage, "covariances": covariances, "layers": layers, "blocks": blocks}
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if keep_tasks:
-        changes["keep_tasks"] = True
-    if setting and known:  # keep what the preset protects
-        own_rules = config.nullspace
-        changes = {"eta": own_rules.eta, "layers": own_rules.layers, "blocks": own_rules.blocks, **changes}
-    space = NullSpace(model, setting or config.nullspace, **changes)
-    own = config.stream.tasks if isinstance(config.stream.tasks, int) else len(config.stream.tasks)
-    count, where = tasks or (own if known else 10), pick_device(device)
-    with status("measuring this machine"):
-        made = make_plan(space, images, protected, count, None if no_calibration else where, kernels=serves(where))
-    print(plan_text(made, config.backbone, size, protected, count, space.setting.storage, str(where)))
 
 
 def models(name: Annotated[str, "only models whose name contains this"] = "") -> None:

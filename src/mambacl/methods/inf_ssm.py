@@ -60,7 +60,10 @@ class InfSSM(Method):
                 "Mamba backbone."
             )
         if getattr(self.model, "grad_checkpointing", False):
-            raise UserError("inf-ssm reads inside the blocks, which grad_checkpointing recomputes: switch it off.")
+            raise UserError(
+                "inf-ssm reads inside the blocks, which gradient checkpointing computes again: set training.recompute "
+                "to false."
+            )
         self.old: dict[str, Tensor] = {}
         """what trained, when the task before ended"""
         names = [name for name, _ in self.model.named_parameters()]

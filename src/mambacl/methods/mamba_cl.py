@@ -16,7 +16,8 @@ from mambacl.nullspace.description import in_one_line
 from mambacl.nullspace.settings import SYSTEMS, Setting
 from mambacl.tuning import ModelParameters, Tuning
 
-STORED = ("products", "spectrum", "storage", "covariances", "keep_tasks")  # fields of a setting about numbers
+# fields of a setting about numbers and places
+STORED = ("products", "spectrum", "storage", "covariances", "projectors", "keep_tasks")
 
 
 class MambaCL(Method):
@@ -37,8 +38,12 @@ class MambaCL(Method):
     def make_tuning(self) -> Tuning:
         shares = self.setup.share_steps
         self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder, share_steps=shares)
-        if self.space.setting.acts_on == "gradient":  # gradients, and recursive projectors, are new in each step
+        setting = self.space.setting
+        # gradients and recursive projectors are new tensors in each step, and so are projectors that are brought
+        if setting.acts_on == "gradient" or setting.projectors != "device":
             self.recordable = False  # type: ignore[misc]
+        if setting.projector == "recursive":  # absorbs the mean input of the batch, which a piece is not
+            self.splits = False
         self.step_state: dict[str, Tensor] = {}
         """from a checkpoint: state of the projected step, loaded with the projectors"""
         return ModelParameters(self.model, self.space.trained_names())

@@ -7,6 +7,7 @@ from statistics import median
 from torch import Tensor
 
 from mambacl.nullspace.projectors import Decomposition
+from mambacl.nullspace.rounding import in_words
 from mambacl.nullspace.selection import Selection
 from mambacl.nullspace.settings import KINDS, Setting
 
@@ -59,9 +60,10 @@ def _how(setting: Setting) -> str:
         how += f" (on real images it protects few directions, {EVERYDAY} more)"
     if setting.relax > 0:
         how += f", A relaxed by {setting.relax}"
-    for name in ("rank_over", "storage", "covariances", "keep_tasks"):
+    for name in ("rank_over", "storage", "covariances", "projectors", "keep_tasks"):
         if getattr(setting, name) != getattr(Setting(), name):
             how += f", {name} {str(getattr(setting, name)).lower()}"
+            how += f" ({cost})" if name == "storage" and (cost := in_words(setting.storage)) else ""
     if setting.scaling == "frobenius":
         how += ", projectors divided by their norm, so that most of their effect is a smaller step"
     return how

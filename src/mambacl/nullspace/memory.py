@@ -1,5 +1,5 @@
 """What a null space stores of finished tasks: covariances, boxes, decompositions and the energy of the updates; where
-covariances are kept, and the conversion to named tensors and back."""
+covariances and projectors are kept, and the conversion to named tensors and back."""
 
 import itertools
 import os
@@ -64,11 +64,13 @@ class Memory:
         return boxes
 
 
-class CovarianceStore:
-    """Stores covariances between tasks: on the device, in CPU memory, or memory-mapped on disk."""
+class Store:
+    """Stores covariances between tasks, or projectors between steps: on the device, in CPU memory, or memory-mapped on
+    disk."""
 
-    def __init__(self, place: str, device: torch.device, folder: Path | None) -> None:
-        self.on_disk = place == "disk"
+    def __init__(self, place: str, device: torch.device, folder: Path | None, pinned: bool = False) -> None:
+        """`pinned`: CPU memory that a GPU copies from without waiting."""
+        self.on_disk, self.pinned = place == "disk", pinned and place == "cpu"
         self.device = device if place == "device" else torch.device("cpu")
         self._folder = folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -77,7 +79,8 @@ class CovarianceStore:
     def put(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the tensor in the store, or the tensor itself if it is already in it."""
         if not self.on_disk:
-            return tensor.to(self.device)
+            kept = tensor.to(self.device)
+            return kept.pin_memory() if self.pinned else kept
         if self._temporary is None:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)

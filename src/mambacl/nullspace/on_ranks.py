@@ -78,7 +78,7 @@ class CutParts:
         blank = (part.matrix(torch.empty(layout[part.parameter].shape, device="meta")) for part in parts)
         self.rows = [matrix.shape[1] for matrix in blank]
         """of each part's matrix, whose columns are cut"""
-        self.energy = torch.zeros(len(parts), 1, 2, dtype=torch.float64, device=bases.basis.device)
+        self.energy = torch.zeros(len(parts), 1, 2, dtype=torch.float64, device=bases.identity.device)
         self.firsts = [0] * len(self.parts)
 
     def _matrix(self, i: int, tensors: Tensors) -> Tensor | None:
@@ -93,7 +93,7 @@ class CutParts:
 
     def restrict(self, tensors: Tensors, present: list[int], before: list[Tensor | None], counted: bool) -> None:
         bases = self.bases
-        self.energy = self.energy.to(bases.basis.device)
+        self.energy = self.energy.to(bases.identity.device)
         dtype = bases.identity.dtype
         for i in present:
             dtype = torch.promote_types(dtype, tensors[self.parts[i].parameter].dtype)
@@ -127,7 +127,7 @@ class CutParts:
                 place.copy_(piece.part.restored((old.to(dtype) + allowed)[None], place.shape))
 
     def _basis(self, i: int, dtype: torch.dtype) -> Tensor:
-        basis: Tensor = self.bases.basis[self.places[i], 0]
+        basis: Tensor = self.bases.on(self.bases.identity.device)[self.places[i], 0]
         return basis.to(dtype)
 
 

@@ -26,7 +26,7 @@ class Plan:
     widths: tuple[int, ...]  # of the SSMs, without duplicates
     tokens: tuple[int, ...]
     matrices: dict[int, int]  # covariances to decompose, by size
-    projector_bytes: int  # bases on the device, for the assumed share of protected directions
+    projector_bytes: int  # bases, for the assumed share of protected directions
     dense_bytes: int  # as dense matrices, in the same precision
     covariance_bytes: int  # kept between tasks, in float64
     gathering_bytes: int  # of one task, on the device while they are gathered
@@ -35,11 +35,13 @@ class Plan:
     projection_flops: int  # per step
     dense_flops: int
     covariances: str  # where they are kept
+    projectors: str
     decomposition_seconds: float | None  # per task; None without a calibration
 
     def by_place(self) -> dict[str, int]:
         """Bytes between tasks on the device, in CPU memory and on disk (without a run's files)."""
-        places = {"device": self.projector_bytes, "cpu": 0, "disk": 0}
+        places = {"device": 0, "cpu": 0, "disk": 0}
+        places[self.projectors] += self.projector_bytes
         places[self.covariances] += self.covariance_bytes
         return places
 
@@ -96,6 +98,7 @@ def make_plan(
         projection_flops=flops,
         dense_flops=dense_flops,
         covariances=setting.covariances,
+        projectors=setting.projectors,
         decomposition_seconds=None if calibrate_on is None else decomposition_seconds(matrices, calibrate_on),
     )
 

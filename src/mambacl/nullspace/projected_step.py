@@ -24,6 +24,7 @@ from mambacl import ranks
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.fixed_parts import ClampedParts, FixedParts, move
+from mambacl.nullspace.offload import STACK_BYTES, Carrier
 from mambacl.nullspace.on_ranks import CutParts, Exchange, Here, costs_of, energies_together
 from mambacl.nullspace.part_views import PartViews, Tensors
 from mambacl.nullspace.projectors import Decomposition
@@ -46,6 +47,7 @@ from mambacl.ops.switch import takes_kernel
 ALIGNED = 16
 PADDING = 2.0  # a stack's widest basis has at most this many times the columns of its narrowest
 CARRIED, PROJECTOR, MASTER, CLOCK = "carried.", "projector.", "master.", "clock"  # names in the state of a step
+Keep = Callable[[Tensor], Tensor]  # puts a tensor where it is stored, and returns it there
 
 
 class ProjectedStep:
@@ -219,7 +221,7 @@ class ProjectedParts:
         self.parts, self.places, self.bases = list(parts), list(places), bases
         self.groups = bases.basis.shape[1] if groups is None else groups
         self.firsts, self.counts = [0] * len(self.parts) if firsts is None else list(firsts), True
-        self.energy = torch.zeros(len(parts), self.groups, 2, dtype=torch.float64, device=bases.basis.device)
+        self.energy = torch.zeros(len(parts), self.groups, 2, dtype=torch.float64, device=bases.identity.device)
         """(parts, groups, 2): sums of squares of the updates, and of their components in the basis"""
         self.matrices, self._shaped = PartViews(self.parts, Part.matrix), PartViews(self.parts, Part.of)
         self._numbers: Tensor | None = None
@@ -272,7 +274,7 @@ class ProjectedParts:
         complete = self.groups == self.bases.basis.shape[1]
         every_basis = all_present and complete and self.places == list(range(len(self.bases.basis)))
         chosen = slice(None) if every_basis else self._bases_of(None if all_present else present)
-        stacked = (self.bases.basis, self.bases.identity, self.bases.factor)
+        stacked = (self.bases.on(changes.device), self.bases.identity, self.bases.factor)
         V, identity, factor = (t.flatten(0, 1)[chosen].to(changes.dtype) for t in stacked)
         flat = changes.flatten(0, 1)  # a view: one batch of products over all parts and groups
         with float32_products(tf32=False):  # TF32's three digits would leak into protected directions
@@ -289,7 +291,7 @@ class ProjectedParts:
 
     def _bases_of(self, present: list[int] | None = None) -> Tensor:
         """Indices of the parts' bases, group by group; on the device, so that a CUDA graph can read them."""
-        device, groups = self.bases.basis.device, self.bases.basis.shape[1]
+        device, groups = self.bases.identity.device, self.bases.basis.shape[1]
         if present is None and self._numbers is not None and self._numbers.device == device:
             return self._numbers
         chosen = range(len(self.parts)) if present is None else present
@@ -310,9 +312,10 @@ class ProjectedParts:
             return False
         from mambacl.nullspace.projected_step_kernels import project_
 
+        basis = bases.on(before.device).flatten(0, 1)
         project_(
-            found.addresses, found.strides, before.flatten(0, 1), bases.basis.flatten(0, 1), self._bases_of(),
-            bases.widths, bases.identity, bases.factor, self.energy.view(-1, 2) if counted else None,
+            found.addresses, found.strides, before.flatten(0, 1), basis, self._bases_of(), bases.widths,
+            bases.identity, bases.factor, self.energy.view(-1, 2) if counted else None,
         )  # fmt: skip
         torch.autograd.graph.increment_version(self.matrices(tensors))  # as every in-place operation does
         return True
@@ -329,17 +332,20 @@ class ProjectedParts:
 
 
 class StackedBases:
-    """Bases of equal size, (stacked, groups, D, r), padded with zero columns to the widest."""
+    """Bases of equal size, (stacked, groups, D, r), padded with zero columns to `width`.
+
+    They are stored on the device, or elsewhere: then `keep` puts them there, and the carrier brings them."""
 
     def __init__(
-        self, members: Sequence[Decomposition], eta: float, scaling: str, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, members: Sequence[Decomposition], width: int, eta: float, scaling: str, dtype: torch.dtype,
+        device: torch.device, keep: Keep | None = None, carrier: Carrier | None = None,
+    ) -> None:  # fmt: skip
         size, groups = members[0].spectrum.shape[-1], members[0].ranks.numel()
-        width = max(member.basis.shape[-1] for member in members)
         if device.type == "cuda":
             width = -(-width // ALIGNED) * ALIGNED
         self.spectra = [(member.spectrum, member.ranks) for member in members]
-        self.basis = torch.zeros(len(members), groups, size, width, dtype=dtype, device=device)
+        home = device if keep is None else torch.device("cpu")
+        self.basis = torch.zeros(len(members), groups, size, width, dtype=dtype, device=home)
         numbers = torch.empty(2, len(members), groups, 1, 1, dtype=torch.float64)
         for place, member in enumerate(members):
             projector = member.projector(eta, scaling)
@@ -347,6 +353,11 @@ class StackedBases:
             self.basis[place, :, :, : own.shape[-1]] = own
             for row, number in enumerate((projector.identity, projector.factor)):
                 numbers[row, place] = torch.as_tensor(number, dtype=torch.float64).cpu()
+        self.carrier, self.number = carrier, 0
+        if keep is not None:
+            self.basis = keep(self.basis)
+        if carrier is not None:
+            self.number = carrier.add(self.basis)
         self.identity, self.factor = numbers.to(device, torch.promote_types(dtype, torch.float32))
         """(stacked, groups, 1, 1)"""
         null = torch.stack([member.holds_null_space.reshape(groups) for member in members])
@@ -357,7 +368,12 @@ class StackedBases:
 
     def to(self, device: torch.device) -> None:
         """Moves to the device of the parameters."""
-        move(self, device, "basis", "identity", "factor", "holds_null_space", "widths")
+        moving = ("basis",) if self.carrier is None else ()
+        move(self, device, *moving, "identity", "factor", "holds_null_space", "widths")
+
+    def on(self, device: torch.device) -> Tensor:
+        """The bases on the device, for use at once."""
+        return self.basis if self.carrier is None else self.carrier.bring(self.number, device)
 
     def decomposition(self, place: int) -> Decomposition:
         spectrum, ranks = self.spectra[place]
@@ -376,20 +392,27 @@ def projected_parts(
     scaling: str,
     dtype: torch.dtype,
     device: torch.device,
+    keep: Keep | None = None,
 ) -> list[ProjectedParts]:
-    """Stacks bases and parts. `uses`: for each decomposition, the parts it projects; `shapes`: of their parameters."""
+    """Stacks bases and parts. `uses`: for each decomposition, the parts it projects; `shapes`: of their parameters;
+    `keep`: where bases are stored that are not on the device, in stacks of limited size."""
+    carrier = None if keep is None else Carrier()
     alike: dict[tuple[int, int], list[tuple[Decomposition, Sequence[Part]]]] = {}
     for decomposition, parts in uses:
         size, groups = decomposition.spectrum.shape[-1], decomposition.ranks.numel()
         alike.setdefault((size, groups), []).append((decomposition, parts))
     found = []
-    for members in alike.values():
+    for (size, groups), members in alike.items():
         members.sort(key=lambda member: member[0].basis.shape[-1])
         while members:
             widest = PADDING * members[0][0].basis.shape[-1]
             count = sum(decomposition.basis.shape[-1] <= widest for decomposition, _ in members)
-            bases = StackedBases([d for d, _ in members[:count]], eta, scaling, dtype, device)
-            found += _by_shape([parts for _, parts in members[:count]], bases, shapes)
+            width = members[count - 1][0].basis.shape[-1]
+            most = count if keep is None else max(1, STACK_BYTES // max(1, groups * size * width * dtype.itemsize))
+            for start in range(0, count, most):
+                own = members[start : min(start + most, count)]
+                bases = StackedBases([d for d, _ in own], width, eta, scaling, dtype, device, keep, carrier)
+                found += _by_shape([parts for _, parts in own], bases, shapes)
             del members[:count]
     return found
 

@@ -31,6 +31,12 @@ def mean_rows(feature: Tensor) -> Tensor:
     return rows / ranks.count()
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running here. A forward pass inside it is that of gradient checkpointing, which shows
+    the same batch again, or a part of it."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Clock:
     """How far a task is: `state` holds the steps taken and those it will take, 0 if unknown."""
 

@@ -142,6 +142,10 @@ class Setting(Options):
     """precision of stored projectors; float64 for models in float64"""
     covariances: Literal["device", "cpu", "disk"] = "device"
     """where covariances are stored between tasks: on the model's device, in CPU memory, or memory-mapped on disk"""
+    projectors: Literal["device", "cpu", "disk"] = "device"
+    """where projectors are stored between steps: on the model's device, in CPU memory, or memory-mapped on disk. From
+    elsewhere they are copied to the device in each step, the next while one is used; steps are then not recorded as
+    CUDA graphs"""
     keep_tasks: bool = False
     """store each task's covariances separately, so that a task can be removed: NullSpace.forget"""
 
@@ -165,6 +169,8 @@ class Setting(Options):
             raise OptionError("{group}projector gpm needs a share of the energy: set {group}rank to energy:0.97.")
         if self.projector == "recursive" and self.acts_on == "update":
             raise OptionError("{group}projector recursive projects gradients: set {group}acts_on to gradient.")
+        if self.projector == "recursive" and self.projectors != "device":
+            raise OptionError("{group}projector recursive changes with each step: set {group}projectors to device.")
         alphas = self.alpha if isinstance(self.alpha, list) else [self.alpha]
         if not all(0 < alpha <= 1 for alpha in alphas):
             raise OptionError("{group}alpha must be larger than 0 and at most 1.")

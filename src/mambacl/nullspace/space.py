@@ -28,8 +28,8 @@ from mambacl.nullspace.fixed_parts import FixedParts, clamped_parts
 from mambacl.nullspace.growth import grown_features, weight_directions
 from mambacl.nullspace.memory import (
     FROM_COVARIANCES,
-    CovarianceStore,
     Memory,
+    Store,
     TaskStatistics,
     from_tensors,
     to_tensors,
@@ -37,7 +37,7 @@ from mambacl.nullspace.memory import (
 from mambacl.nullspace.optimizer import inner_optimizer, register_projection
 from mambacl.nullspace.projected_step import ProjectedStep, projected_parts
 from mambacl.nullspace.projectors import Decomposition, Key, Projector, basis_dtype, decompose_features
-from mambacl.nullspace.recursive import RecursiveParts, mean_rows
+from mambacl.nullspace.recursive import RecursiveParts, in_backward, mean_rows
 from mambacl.nullspace.selection import Protection, Selection
 from mambacl.nullspace.settings import KINDS, Setting, setting_named, system_named
 from mambacl.nullspace.shards import of_whole_shape, whole
@@ -71,7 +71,7 @@ class NullSpace:
     the rank rules of "paper" and "public-code" protect few directions, and that of "exact" leaves nearly none to learn
     with: hence the rank above. `rule`: instead of a setting, the rule of another system for all linear layers: "gpm",
     "dual-gpm", "nscl", "owm" or "osf". `leave`: modules to ignore, e.g. the classifier; parameters added to the model
-    later are ignored, too. `folder`: for covariances kept on disk. `share_steps`: processes that train the same
+    later are ignored, too. `folder`: for what is kept on disk. `share_steps`: processes that train the same
     parameters each project a share of a step and send it to the others, which pays if bases have many columns.
 
     With several processes, all of them call the methods of their spaces, in the same order.
@@ -98,7 +98,9 @@ class NullSpace:
         self.selection = Selection(self.model, self.setting, (leave,) if isinstance(leave, str) else leave)
         self.memory = Memory()
         kept_in = None if folder is None else Path(folder)
-        self._store = CovarianceStore(self.setting.covariances, self._device(), kept_in)
+        device, places = self._device(), self.setting
+        self._store = Store(places.covariances, device, kept_in)
+        self._projector_store = Store(places.projectors, device, kept_in, pinned=device.type == "cuda")
         self._wrapped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._watching: list[Any] = []
         """handles of the hooks that show the inputs of training to recursive projectors"""
@@ -183,7 +185,7 @@ class NullSpace:
 
     def _show(self, block: Block, features: Features) -> None:
         """Notes what a forward pass with gradients feeds to parts with recursive projectors."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_backward():
             return
         with torch.no_grad():
             for constraint, inputs in self._recursive.get(block.name, ()):
@@ -293,7 +295,8 @@ class NullSpace:
         clamped = [p.part for p in selection.protections if p.name in boxes]
         others_fixed = setting.others == "fixed" or (setting.others == "first-task" and memory.tasks > 0)
         others = [Part("other", name) for name in selection.others] if others_fixed else []
-        projected = projected_parts(uses, selection.shapes, setting.eta, setting.scaling, dtype, device)
+        keep = None if setting.projectors == "device" else self._projector_store.put
+        projected = projected_parts(uses, selection.shapes, setting.eta, setting.scaling, dtype, device, keep)
         recursive = self._recursive_parts(memory.projectors)
         self.projected_step = ProjectedStep(
             [

@@ -1,6 +1,7 @@
 """Prints a plan of the null space's cost."""
 
 from mambacl.nullspace.plan import Plan, paper_projector_bytes, paper_values
+from mambacl.nullspace.rounding import in_words
 
 
 def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int, storage: str, device: str) -> str:
@@ -12,14 +13,15 @@ def plan_text(plan: Plan, backbone: str, size: int, protected: float, tasks: int
     if plan.decomposition_seconds is not None:
         seconds = plan.decomposition_seconds
         decomposition += f"; {seconds:.1f} s per task on {device}, {tasks * seconds:.0f} s for {tasks} tasks"
+    cost = in_words(storage)
     lines = [
         f"{backbone} at {size} px: {plan.blocks} selective SSMs, D {_joined(plan.widths)}, L {_joined(plan.tokens)}",
-        f"{protected:.0%} of the directions protected, projectors in {storage}",
+        f"{protected:.0%} of the directions protected, projectors in {storage}" + (f" ({cost})" if cost else ""),
         "",
         "Memory between tasks",
         *(f"  {names[place]:15} {bytes_text(count):>10}" for place, count in places.items()),
-        f"  projectors      {bytes_text(plan.projector_bytes):>10} on the device, {share:.2f} of dense matrices "
-        f"({bytes_text(plan.dense_bytes)})",
+        f"  projectors      {bytes_text(plan.projector_bytes):>10} {names[plan.projectors]}, "
+        f"{share:.2f} of dense matrices ({bytes_text(plan.dense_bytes)})",
         f"  covariances     {bytes_text(plan.covariance_bytes):>10} {names[plan.covariances]}, float64",
         "In addition",
         f"  per step        {bytes_text(plan.step_bytes):>10} on the device",

@@ -27,6 +27,7 @@ from mambacl.training.recipe import Recipe
 from mambacl.training.seconds import Watch
 from mambacl.training.sharding import check_sharded, cut, shards
 from mambacl.training.tracking import Trackers
+from mambacl.tuning import recompute
 
 T = TypeVar("T")
 
@@ -153,6 +154,8 @@ def build(
         model.eval()
         check_image_size(model, stream.transforms.size, config.backbone)
         model = model.to(device)
+        if config.training.recompute:
+            recompute(model)
         if shards(config):
             cut(model)
         method = _method(config, folder, stream, method_class, model)

@@ -2,6 +2,7 @@
 
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets
 from mambacl.tuning.base import AddedModules, ModelParameters, Tuning
+from mambacl.tuning.recomputing import recompute
 from mambacl.tuning.scale_shift import ScaleShiftSets
 
-__all__ = ["AdapterOptions", "AdapterSets", "AddedModules", "ModelParameters", "ScaleShiftSets", "Tuning"]
+__all__ = ["AdapterOptions", "AdapterSets", "AddedModules", "ModelParameters", "ScaleShiftSets", "Tuning", "recompute"]

@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mambacl.backbones.layers import Backbone
+from mambacl.backbones.layers import Backbone, recomputed
 from mambacl.backbones.vit import ViT
 from mambacl.errors import UserError
 
@@ -190,7 +189,7 @@ def _changed(model: Backbone, index: int, x: Tensor, class_at: int, change: Chan
             return vit_block(block, x, change, cut if early else _uncut)
 
         recompute = model.grad_checkpointing and torch.is_grad_enabled()
-        x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
+        x = recomputed(run, x, block) if recompute else run(x)
     if tokens is None or tokens.kept == "always":
         return x, class_at
     return (cut(x) if tokens.kept == "block" else x), before
