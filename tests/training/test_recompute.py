@@ -17,6 +17,8 @@ from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace import recursive
 from mambacl.nullspace.settings import Setting
+from mambacl.training.loop import make_optimizer
+from mambacl.training.recipe import Recipe
 from mambacl.training.step import TrainingStep
 from mambacl.tuning import recompute
 
@@ -147,3 +149,25 @@ def test_a_run_is_the_same(tmp_path: Path) -> None:
         mambacl.train({**CONFIG, **backbone_for("mamba-cl"), "training": training}, out=str(out))
         made[again] = json.loads((out / "results.json").read_text())["correct"], _losses(out)
     assert made[False] == made[True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_recorded_step_computes_blocks_again(bf16: bool) -> None:
+    """Six steps, the last of them replayed, with the values of steps that are not recorded."""
+    cuda, found = torch.device("cuda"), {}
+    for graphs in (False, True):
+        method = METHODS.get("sequential")(model_of_depths("vim_nano").to(cuda), Setup())
+        recompute(method.model)
+        method.start_task(Task(0, 2, first_label=0, seed=0))
+        named = [pair for role in method.named_parameters().values() for pair in role]
+        groups = [{"params": [p for _, p in named], "lr": 1e-2, "base_lr": 1e-2}]
+        step = TrainingStep(method, make_optimizer(Recipe(), groups, cuda), cuda, bf16, graphs)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(6):
+            step(torch.randn(4, 3, 16, 16, generator=generator), torch.arange(4) % 2, 1.0)
+        assert (step._recorded is not None) == graphs
+        found[graphs] = {name: p.detach().clone() for name, p in named}
+    for name, value in found[False].items():
+        torch.testing.assert_close(found[True][name], value, rtol=1e-3, atol=1e-5)
