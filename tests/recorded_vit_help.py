@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.methods import METHODS, Method, Setup, Task
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 
 WIDTH, HEADS, DEPTH = 24, 4, 2

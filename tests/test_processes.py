@@ -7,24 +7,24 @@ import pytest
 import torch
 from processes import RankError, on_ranks, outcomes
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 
 pytestmark = pytest.mark.slow
 
 
 def _rank_and_sum(value):
-    total = torch.tensor([value + ranks.rank()])
-    ranks.sum_([total])
-    return ranks.rank(), ranks.count(), total
+    total = torch.tensor([value + processes.rank()])
+    processes.sum_([total])
+    return processes.rank(), processes.count(), total
 
 
 def _one_fails(how):
-    if ranks.rank() == 1:
+    if processes.rank() == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise UserError("no data here")
-    ranks.wait()
+    processes.wait()
 
 
 def test_ranks_exchange_and_return():

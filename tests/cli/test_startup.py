@@ -14,7 +14,7 @@ from small_run import CONFIG
 from test_cli import EARLY
 from torch import nn
 
-from mambacl.training.loop import without_compiler
+from mambacl.training.optimizers import without_compiler
 from mambacl.training.seconds import AROUND, Watch, with_other
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as TF
 from training_help import assert_same_run, interrupted_after
 
 import mambacl
-from mambacl import ranks
+from mambacl import processes
 from mambacl.config import resolve
 from mambacl.data import ArrayImages, DataSet, Stream, TransformConfig, Transforms, loaders, open_dataset
 from mambacl.data.augment_params import operations
@@ -128,7 +128,7 @@ def test_the_shares_of_several_processes_are_the_batch(dataset: DataSet, augment
     shares = [list(batches.shared(Share(of, number))) for number in range(of)]  # type: ignore[attr-defined]
     assert all(len(share) == len(whole) == len(batches) for share in shares)
     for step, (images, labels) in enumerate(whole):
-        parts = [ranks.part(len(labels), of, number) for number in range(of)]
+        parts = [processes.part(len(labels), of, number) for number in range(of)]
         for part, (own, own_labels) in zip(parts, (share[step] for share in shares), strict=True):
             part = part if part.stop > part.start else slice(0, 1)
             assert torch.equal(own, images[part]) and torch.equal(own_labels, labels[part])

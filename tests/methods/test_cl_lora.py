@@ -9,7 +9,7 @@ from prompt_recordings import FIRST, LATER
 
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 
 AGAIN = "ce_recomputed."

@@ -23,7 +23,7 @@ from mambacl.classifiers.subspaces import (
 )
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup, Task
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 
 # The formulas

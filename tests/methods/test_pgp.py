@@ -7,7 +7,7 @@ from small_run import VIT
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.tuning.query import frozen_query
 

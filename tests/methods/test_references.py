@@ -17,7 +17,7 @@ from mambacl.classifiers.aligned import SLCA, align
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Method, Setup, Task
 from mambacl.methods.slca import final_norm
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.tuning.adapters import AdapterOptions, AdapterSets, usual_place
 from mambacl.tuning.scale_shift import ScaleShiftSets, scaled

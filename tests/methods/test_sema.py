@@ -14,7 +14,7 @@ from training_help import assert_same_run, interrupted_after
 import mambacl
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.tuning.routed_adapters import STAYS, TRAINED, TRAINS
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace
 
@@ -71,7 +71,7 @@ def whole(tensor):
 
 
 def own(batch):
-    return batch[ranks.part(len(batch))]
+    return batch[processes.part(len(batch))]
 
 
 def trained(model, space, optimizer, steps=3, share=own):
@@ -167,8 +167,8 @@ def one_block_cut():
         model(own(images(100 + step))).square().mean().backward()
         for parameter in model.parameters():
             if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
-                ranks.sum_([parameter.grad])
-                parameter.grad /= ranks.count()
+                processes.sum_([parameter.grad])
+                parameter.grad /= processes.count()
         optimizer.step()
     return {"energy": space.update_energy(), "model": {n: whole(p).detach() for n, p in model.named_parameters()}}
 

@@ -10,7 +10,7 @@ from processes import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace
 
@@ -207,7 +207,7 @@ def cut_with_masters():
     model = plain_model()
     space = NullSpace(model, "exact", rank="tolerance:1e-9", layers="all", others="fixed")
     fully_shard(model)
-    space.consolidate([batch(0)[ranks.part(8)].bfloat16()])
+    space.consolidate([batch(0)[processes.part(8)].bfloat16()])
     optimizer = space.wrap(torch.optim.SGD(space.parameters(), lr=1e-2), masters=True)
     train(model, optimizer, 2)
     state, step = space.state_dict(), dict(space.projected_step.state_dict())

@@ -12,12 +12,12 @@ from small_run import CONFIG, OPTIONS, backbone_for
 from torch import nn
 
 import mambacl
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace import recursive
 from mambacl.nullspace.settings import Setting
-from mambacl.training.loop import make_optimizer
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.training.step import TrainingStep
 from mambacl.tuning import recompute
@@ -77,7 +77,7 @@ def part_of_a_step(name: str, again: bool) -> dict[str, torch.Tensor]:
     named = [pair for role in method.named_parameters().values() for pair in role]
     optimizer = torch.optim.SGD([{"params": [p for _, p in named], "lr": 0.0, "base_lr": 0.0}])
     images, labels = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 2
-    own = ranks.part(7)
+    own = processes.part(7)
     TrainingStep(method, optimizer, CPU, False, False, accumulate=2)(images[own], labels[own], 1.0, 7)
     return {name: p.grad for name, p in named}
 

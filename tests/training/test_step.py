@@ -18,8 +18,8 @@ from mambacl.nullspace.settings import setting_named
 from mambacl.training import checkpoints, loop
 from mambacl.training.checkpoints import Background
 from mambacl.training.folder import RunFolder
-from mambacl.training.loop import make_optimizer
 from mambacl.training.metrics import all_metrics
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.training.step import WARM_UP, Recorder, TrainingStep, rates_are_tensors
 

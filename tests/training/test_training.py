@@ -30,7 +30,8 @@ from mambacl.methods.analytic import Analytic
 from mambacl.training import checkpoints, loop
 from mambacl.training.api import terminable
 from mambacl.training.folder import RunFolder
-from mambacl.training.loop import Loop, TrainingError, make_optimizer
+from mambacl.training.loop import Loop, TrainingError
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import RECIPES, Recipe
 
 

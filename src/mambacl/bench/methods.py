@@ -23,7 +23,8 @@ from mambacl.config import resolve
 from mambacl.methods import METHODS
 from mambacl.training.build import build, pick_device
 from mambacl.training.folder import RunFolder
-from mambacl.training.loop import Loop, make_optimizer
+from mambacl.training.loop import Loop
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.step import WARM_UP, Recorder, TrainingStep, autocast

@@ -22,8 +22,7 @@ from mambacl.log import logger
 from mambacl.reports.rendering import to_text
 from mambacl.reports.tables import Column, Table
 from mambacl.training.build import pick_device
-from mambacl.training.loop import versions
-from mambacl.training.provenance import commit
+from mambacl.training.provenance import commit, versions
 
 Figure = str | bool | int | float | None
 Row = dict[str, Any]  # of figures

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.cli.bench import (
     bench,
     bench_against,
@@ -135,9 +135,9 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_name()
     level = logger.level
-    if ranks.launched():  # before PyTorch is imported: no warning from each process that all parameters are used
+    if processes.launched():  # before PyTorch is imported: no warning from each process that all parameters are used
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not ranks.is_first():  # the first process of a run speaks for all
+    if not processes.is_first():  # the first process of a run speaks for all
         logger.setLevel(logging.ERROR)
     if arguments is None:  # this process exists only for the command
         count_from_process_start()
@@ -146,9 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is no error
         return code
     except UserError as error:  # all processes of a run meet it
-        return _fail(str(error), 2) if ranks.is_first() else 2
+        return _fail(str(error), 2) if processes.is_first() else 2
     except KeyboardInterrupt:
-        return _fail("Interrupted.", 130) if ranks.is_first() else 130
+        return _fail("Interrupted.", 130) if processes.is_first() else 130
     except BrokenPipeError:  # the reader of our output has stopped
         sys.stderr.close()
         return 1
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mambacl.training.loop import TrainingError
 
         if isinstance(error, TrainingError):
-            return _fail(str(error), 1) if ranks.is_first() or not error.everywhere else 1
+            return _fail(str(error), 1) if processes.is_first() or not error.everywhere else 1
         raise
     finally:
         logger.setLevel(level)  # --quiet is for this command only

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.options import at_least
 from mambacl.status import status
@@ -28,9 +28,9 @@ def without_option(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def launch(command: str, arguments: Sequence[str], processes: int) -> int:
+def launch(command: str, arguments: Sequence[str], number: int) -> int:
     """Runs `mambacl COMMAND ARGUMENTS` in several processes. Returns the exit code of the first that failed, or 0."""
-    if ranks.launched():
+    if processes.launched():
         raise UserError(f"torchrun has started the processes already: leave out {OPTION}.")
     with status("loading PyTorch"):
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -38,11 +38,11 @@ def launch(command: str, arguments: Sequence[str], processes: int) -> int:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes say what is wrong
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=processes,
+        nproc_per_node=number,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -53,10 +53,10 @@ def launch(command: str, arguments: Sequence[str], processes: int) -> int:
     try:
         elastic_launch(config, sys.executable)(*words)
     except ChildFailedError as error:
-        number, failure = error.get_first_failure()
+        first, failure = error.get_first_failure()
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            print(f"mambacl: Process {number + 1} of {processes} was ended by {name}.", file=sys.stderr)
+            print(f"mambacl: Process {first + 1} of {number} was ended by {name}.", file=sys.stderr)
             return 1
         return failure.exitcode
     except (KeyboardInterrupt, SignalException):  # the first process has said how to continue

@@ -13,7 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.cli.launching import Gpus
 from mambacl.config import Device, Tracker, preset_names, resolve
 from mambacl.errors import UserError
@@ -112,7 +112,7 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
 
 def _show(runs: list[Run], comparison: Path | None = None) -> None:
     """Writes a report of each run and, if there are several, one that compares them; prints the table."""
-    if not ranks.is_first():
+    if not processes.is_first():
         return
     with status("writing the report"):
         from mambacl.reports import comparison_table, load_run, write_report
@@ -173,7 +173,7 @@ def evaluate(
         from mambacl.training.api import evaluate as evaluate_run
 
     again = evaluate_run(run, batch_size, device, scenario, root)
-    if not ranks.is_first():
+    if not processes.is_first():
         return
     row, recorded, total = again.counted, again.recorded, again.total
     for task, right in enumerate(row):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.data.images import ArrayImages, Readable, in_threads
 
 Group = tuple[NDArray[np.int64], Tensor]  # positions among the images asked for, and those images, all of one size
@@ -98,7 +98,7 @@ class ImageCache:
     a quarter of main memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.room = device, main_memory() // (4 * ranks.on_machine()[1])
+        self.device, self.room = device, main_memory() // (4 * processes.on_machine()[1])
         self._train: tuple[int, CachedImages] | None = None
         self._test: dict[int, CachedImages] = {}
 

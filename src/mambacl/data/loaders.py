@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.data.augment_params import AugmentParams
 from mambacl.data.batched_transforms import BatchedTransforms
 from mambacl.data.image_cache import CachedImages, Group, free_bytes, on_device
@@ -40,7 +40,7 @@ class Share:
         batches = [np.arange(start, min(start + batch_size, length)) for start in range(0, length, batch_size)]
         if self.in_turns:
             return batches[self.number :: self.of]
-        own = [batch[ranks.part(len(batch), self.of, self.number)] for batch in batches]
+        own = [batch[processes.part(len(batch), self.of, self.number)] for batch in batches]
         return [mine if len(mine) else batch[:1] for mine, batch in zip(own, batches, strict=True)]
 
 

@@ -27,7 +27,7 @@ from mambacl.training.api import load_method, task_end
 from mambacl.training.build import pick_device, setup_of
 from mambacl.training.folder import RunFolder
 from mambacl.training.learned import History, known_names, read_history
-from mambacl.training.loop import versions
+from mambacl.training.provenance import versions
 
 
 def load(path: str | Path, device: str = "auto") -> Predictor:

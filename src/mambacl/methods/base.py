@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.backbones.reading import FeatureReader
 from mambacl.classifiers.base import Classifier, NoOptions, TaskHeads
 from mambacl.classifiers.calibration import Calibration, calibrated
@@ -370,11 +370,11 @@ class Method:
         do not count."""
         for images, labels in batches:
             images, labels, views = images.to(self.device), labels.to(self.device), []
-            every_label = ranks.rows(labels)
+            every_label = processes.rows(labels)
             for view in self._learned_views(images):
                 features = self.classifier_input(view)
                 with full_precision(features):  # autocast is for the backbone only
-                    views.append(ranks.rows(at_least_float32(features)[: len(labels)]))
+                    views.append(processes.rows(at_least_float32(features)[: len(labels)]))
                     self.classifier.update(views[-1], every_label)
             self.kept.add(views, every_label)
         with full_precision(next(self.model.parameters())):

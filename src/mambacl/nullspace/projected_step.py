@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.elementwise import Box
 from mambacl.nullspace.fixed_parts import ClampedParts, FixedParts, move
 from mambacl.nullspace.offload import STACK_BYTES, Carrier
-from mambacl.nullspace.on_ranks import CutParts, Exchange, Here, costs_of, energies_together
 from mambacl.nullspace.part_views import PartViews, Tensors
 from mambacl.nullspace.projectors import Decomposition
 from mambacl.nullspace.recursive import Clock, RecursiveParts
@@ -39,6 +38,7 @@ from mambacl.nullspace.shards import (
     pieces_of,
     whole,
 )
+from mambacl.nullspace.split_step import CutParts, Exchange, Here, costs_of, energies_together
 from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel
 
@@ -108,7 +108,7 @@ class ProjectedStep:
     def _on_this_rank(self, tensors: Tensors) -> Here:
         """What this rank restricts of these tensors. All ranks call it, for the same tensors."""
         layout = layout_of(tensors)
-        shared = layout is None and self.shared and ranks.count() > 1
+        shared = layout is None and self.shared and processes.count() > 1
         if shared:
             layout = {name: Held(tensor.shape) for name, tensor in tensors.items()}
         wanted = None if layout is None else {**(self._here.layout or {}), **layout}
@@ -124,7 +124,8 @@ class ProjectedStep:
             for one in self.constraints:
                 mine: Sequence[Any] = [one] if shared else one.on_this_rank(wanted)
                 if exchange is not None and isinstance(one, ProjectedParts):
-                    mine = one.of_parameters([name for name, owner in exchange.owners.items() if owner == ranks.rank()])
+                    own_names = [name for name, owner in exchange.owners.items() if owner == processes.rank()]
+                    mine = one.of_parameters(own_names)
                 self._here.constraints += [(own, one in self._on_gradients) for own in mine]
                 self._here.counted += [own for own in mine if own is not one and not isinstance(own, FixedParts)]
         return self._here

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.nullspace.blocks import Part, Side
 from mambacl.nullspace.ranks import as_spectrum, null_ranks
 from mambacl.nullspace.sharing import failing_together, own, passed_round, shared_out
@@ -179,7 +179,7 @@ def all_decompositions(
 ) -> dict[K, Decomposition]:
     """The decompositions of all ranks, with the same bits on each. `shapes`: of the covariances; `like`: float64, on
     the device on which ranks exchange tensors."""
-    if ranks.count() == 1:
+    if processes.count() == 1:
         return dict(mine)
     leads = {key: tuple(shape[:-2]) for key, shape in shapes.items()}
     numbers, bases = like.to(torch.int64), like.to(storage)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.shards import Layout, is_first_of, pieces
 
@@ -27,8 +27,8 @@ def mean_rows(feature: Tensor) -> Tensor:
     """The mean input of a batch as rows (groups, n, D), one per token or position, over all processes."""
     rows = feature.detach().double().mean(0)  # (n, D); of a convolution's windows (n, groups, D)
     rows = rows.transpose(0, 1).contiguous() if rows.dim() == 3 else rows[None]
-    ranks.sum_([rows])
-    return rows / ranks.count()
+    processes.sum_([rows])
+    return rows / processes.count()
 
 
 def in_backward() -> bool:

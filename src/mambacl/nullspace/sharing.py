@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 
 K = TypeVar("K", bound=Hashable)
@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 
 def shared_out(costs: Mapping[K, float], count: int | None = None) -> dict[K, int]:
     """The rank that does each piece of work: the most expensive first, each to the rank with the least to do."""
-    loads = [0.0] * (ranks.count() if count is None else count)
+    loads = [0.0] * (processes.count() if count is None else count)
     found: dict[K, int] = {}
     for key in sorted(costs, key=lambda key: -costs[key]):  # stable: equal ones in the order given
         owner = loads.index(min(loads))
@@ -34,7 +34,7 @@ def shared_out(costs: Mapping[K, float], count: int | None = None) -> dict[K, in
 
 def own(owners: Mapping[K, int]) -> list[K]:
     """What this rank does."""
-    return [key for key, owner in owners.items() if owner == ranks.rank()]
+    return [key for key, owner in owners.items() if owner == processes.rank()]
 
 
 def passed_round(
@@ -42,18 +42,18 @@ def passed_round(
 ) -> dict[K, Tensor]:
     """Every rank's tensors, by key, with the same bits on all ranks. `like`: has their dtype, and the device on which
     ranks exchange tensors."""
-    if ranks.count() == 1:
+    if processes.count() == 1:
         return dict(mine)
     found: dict[K, Tensor] = {}
-    for number in range(ranks.count()):
+    for number in range(processes.count()):
         keys = [key for key, owner in owners.items() if owner == number]
         sizes = [torch.Size(shapes[key]).numel() for key in keys]
         flat = like.new_empty(sum(sizes))
-        if number == ranks.rank():
+        if number == processes.rank():
             for place, key in zip(flat.split(sizes), keys, strict=True):
                 place.copy_(mine[key].reshape(-1))
         if flat.numel():
-            ranks.copy_from([flat], number)
+            processes.copy_from([flat], number)
         found |= {key: t.view(tuple(shapes[key])) for key, t in zip(keys, flat.split(sizes), strict=True)}
     return {key: found[key] for key in owners}
 
@@ -61,7 +61,7 @@ def passed_round(
 @contextmanager
 def failing_together() -> Iterator[None]:
     """What fails within it on one rank fails on all of them afterwards, so that none waits for a rank that is gone."""
-    if ranks.count() == 1:
+    if processes.count() == 1:
         yield
         return
     failure: Exception | None = None
@@ -70,7 +70,7 @@ def failing_together() -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        said = ranks.together(None if failure is None else f"{failure}" or type(failure).__name__)
+        said = processes.together(None if failure is None else f"{failure}" or type(failure).__name__)
     except Exception:
         if failure is None:
             raise

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.nullspace.sharing import failing_together
 
@@ -156,11 +156,11 @@ def _over_processes(
 ) -> int:
     """Replaces totals and counts by the sums over all processes; returns the number of all images. A process without
     images has no totals: it takes part with zeros."""
-    if ranks.count() == 1:
+    if processes.count() == 1:
         return images
     accumulators = [accumulator for some in wanted.values() for accumulator in some.values()]
     shapes = [{name: tuple(total.shape) for name, total in one.totals.items()} for one in accumulators]
-    found = ranks.together((images, runs, list(seen.values()), shapes))
+    found = processes.together((images, runs, list(seen.values()), shapes))
     for name in runs:
         runs[name] = sum(one[1][name] for one in found)
     for number, pair in enumerate(seen):
@@ -172,7 +172,7 @@ def _over_processes(
             if name not in accumulator.totals:
                 nothing = -torch.inf if largest else 0.0
                 accumulator.totals[name] = torch.full(known[name], nothing, dtype=torch.float64, device=device)
-            ranks.sum_([accumulator.totals[name]], largest)
+            processes.sum_([accumulator.totals[name]], largest)
     return sum(one[0] for one in found)
 
 

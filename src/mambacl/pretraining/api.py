@@ -31,8 +31,8 @@ from mambacl.training.folder import EVENTS, PROGRESS, RunFolder
 from mambacl.training.folder import PRETRAINING as CONFIG
 from mambacl.training.folder import PRETRAINING_RESULTS as RESULTS
 from mambacl.training.identity import flatten
-from mambacl.training.loop import TrainingError, versions
-from mambacl.training.provenance import commit
+from mambacl.training.loop import TrainingError
+from mambacl.training.provenance import commit, versions
 
 
 @dataclass(frozen=True)

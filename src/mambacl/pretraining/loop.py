@@ -27,7 +27,8 @@ from mambacl.pretraining.schedule import ByClock, ByEpochs, Schedule, lr_factor
 from mambacl.training import checkpoints
 from mambacl.training.checkpoints import Background
 from mambacl.training.folder import RunFolder
-from mambacl.training.loop import TrainingError, peak_memory, without_compiler
+from mambacl.training.loop import TrainingError, peak_memory
+from mambacl.training.optimizers import without_compiler
 from mambacl.training.progress import Progress
 from mambacl.training.step import WARM_UP, TrainingStep, autocast
 

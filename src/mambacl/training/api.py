@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mambacl import ops, ranks
+from mambacl import ops, processes
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
 from mambacl.files import expanded, full_disk
@@ -79,10 +79,10 @@ def train(
     watch = Watch()
     resolved = resolve(config, overrides)
     check_trackers(resolved.track)
-    ranks.join(pick_device(resolved.device))
+    processes.join(pick_device(resolved.device))
     folder = RunFolder(resolved.folder)
-    again = overwrite and not ranks.restarted()  # what a dead process has left is not to be overwritten
-    existing = ranks.decide(lambda: folder.config() if folder.exists() and not again else None)
+    again = overwrite and not processes.restarted()  # what a dead process has left is not to be overwritten
+    existing = processes.decide(lambda: folder.config() if folder.exists() and not again else None)
     resolved = with_named_weights(_with_precision(resolved, existing))
     if existing is not None:
         differing = differences(existing, resolved)
@@ -94,12 +94,12 @@ def train(
                 "choose another name or out, or overwrite it (--name, --out, --overwrite)."
                 + (moved if differing == ["stream.root"] else "")
             )
-        if ranks.decide(folder.finished):
+        if processes.decide(folder.finished):
             check_stream(folder, describe_data(resolved))
         return _continue(folder, resolved, watch, loop)
     parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
     with watch.phase("data"):
-        ranks.decide(parts.stream.dataset.check)
+        processes.decide(parts.stream.dataset.check)
         described = parts.described.result()
 
     weights = checkpoints.backbone_state(parts.model)
@@ -113,7 +113,7 @@ def train(
             checkpoints.save_backbone(folder, weights)
 
     with _locked(folder):
-        ranks.decide(start)
+        processes.decide(start)
         return Run(folder.path, execute(folder, parts, None), trained=True)
 
 
@@ -123,10 +123,10 @@ def resume(path: str | Path, device: str | None = None, root: str | Path | None 
     watch = Watch()
     folder = RunFolder.existing(path)
     config = _here(folder.config(), device, root)
-    ranks.join(pick_device(config.device))
+    processes.join(pick_device(config.device))
     if root is not None:
         check_stream(folder, describe_data(config))
-        ranks.decide(lambda: folder.set_root(config.stream.root))
+        processes.decide(lambda: folder.set_root(config.stream.root))
     return _continue(folder, config, watch)
 
 
@@ -134,7 +134,7 @@ def resume(path: str | Path, device: str | None = None, root: str | Path | None 
 def _locked(folder: RunFolder) -> Iterator[None]:
     """Locks the folder for all processes of a run."""
     with ExitStack() as stack:
-        ranks.decide(lambda: stack.enter_context(folder.locked()))
+        processes.decide(lambda: stack.enter_context(folder.locked()))
         yield
 
 
@@ -164,22 +164,22 @@ def _check_root(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loop] = Loop) -> Run:
-    if ranks.decide(folder.finished):
+    if processes.decide(folder.finished):
         logger.info("%s is already finished; `mambacl train` with --overwrite trains it again.", folder.path)
         return Run(folder.path, folder.results())
     _check_root(folder, config)
 
     with _locked(folder):
-        ranks.decide(folder.clear_left_over)
-        started = ranks.decide((folder.checkpoints / BACKBONE).exists)
+        processes.decide(folder.clear_left_over)
+        started = processes.decide((folder.checkpoints / BACKBONE).exists)
         parts = build(config, folder if started else None, loop, watch)
         with watch.phase("data"):
             check_stream(folder, parts.described.result())
         if not started:
             weights = checkpoints.backbone_state(parts.model)
             folder.checkpoints.mkdir(exist_ok=True)
-            ranks.decide(lambda: checkpoints.save_backbone(folder, weights))
-        checkpoint = ranks.decide(lambda: checkpoints.load(folder)) if started else None
+            processes.decide(lambda: checkpoints.save_backbone(folder, weights))
+        checkpoint = processes.decide(lambda: checkpoints.load(folder)) if started else None
         if checkpoint is not None:
             position = checkpoint.position
             logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
@@ -200,7 +200,7 @@ def evaluate(
     """
     folder = RunFolder.existing(path)
     config = _here(folder.config(), device, root)
-    ranks.join(pick_device(config.device))
+    processes.join(pick_device(config.device))
     chosen = _possible(scenario, config.stream.scenario)
     if batch_size is not None:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_batch_size=batch_size))
@@ -288,15 +288,15 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
     if checkpoint is None:
         logger.info("%s: %s; to %s", config.method, parts.method.summary, folder.path)
         logger.info("%s", parts.overview())
-    trackers = open_trackers(config, folder, parts.method.trains) if ranks.is_first() else Trackers([])
+    trackers = open_trackers(config, folder, parts.method.trains) if processes.is_first() else Trackers([])
     progress = Progress(config.method, parts.work(position.task, position.epoch))
     loop = parts.loop(folder, progress, trackers)
     try:
-        with terminable(), arithmetic(config), show(progress, folder) if ranks.is_first() else nullcontext():
+        with terminable(), arithmetic(config), show(progress, folder) if processes.is_first() else nullcontext():
             loop.run(checkpoint)
             with parts.watch.phase("audit"):
                 moved = parts.method.moved()
-                if ranks.is_first():
+                if processes.is_first():
                     auditing.audit(folder, parts.model, len(parts.stream.tasks), moved)
             results = loop.write_results("finished")
         trackers.finish(results)
@@ -307,7 +307,7 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
         raise
     except Exception as error:
         _note_end(loop, "failed")
-        if ranks.is_loss(error):
+        if processes.is_loss(error):
             raise TrainingError(
                 "Another process of this run has ended, so this one cannot go on: see its message, or the system's log "
                 f"if it was killed (`mambacl resume {folder.path}` continues from the last checkpoint).",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import classifier_names, load_pretrained, weights_file
 from mambacl.backbones.registry import MODELS
@@ -167,9 +167,9 @@ def build(
 
 def check_parts(recipe: Recipe, method: Method) -> None:
     """Refuses to cut batches into pieces, or to share them among processes, if that would change the result."""
-    processes = ranks.count()
-    if method.trains and not method.splits and (recipe.accumulate > 1 or processes > 1):
-        remedy = "set training.accumulate to 1" if processes == 1 else "train it with a single process"
+    count = processes.count()
+    if method.trains and not method.splits and (recipe.accumulate > 1 or count > 1):
+        remedy = "set training.accumulate to 1" if count == 1 else "train it with a single process"
         raise UserError(
             f"The images of a batch affect each other in the loss of '{method.name}', so it cannot go through the "
             f"model in pieces: {remedy}."
@@ -277,7 +277,7 @@ def check_stream(folder: RunFolder, now: Mapping[str, Any]) -> None:
 def pick_device(name: str) -> torch.device:
     """The device of this process. With several on a machine, each has a GPU of its own."""
     check_device(name)
-    number, here = ranks.on_machine()
+    number, here = processes.on_machine()
     if here > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
         if here > torch.cuda.device_count():
             raise UserError(

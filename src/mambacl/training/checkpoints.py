@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.files import keep_as, read_tensors, read_text, write_tensors
 from mambacl.log import logger
@@ -58,7 +58,7 @@ def backbone_state(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, tensor in model.state_dict().items():
         complete = whole(tensor)
-        if ranks.is_first():
+        if processes.is_first():
             found[name] = complete.cpu() if is_cut(tensor) else complete
     return found
 

@@ -1,67 +1,46 @@
 """The training loop: tasks, epochs, steps; after each task, the method finishes it, then evaluation and results.
 
-It works with any method. Several processes train one run together (`ranks`): each takes its part of every batch, all
-end with the same parameters and statistics, and the first writes the files.
+It works with any method. Several processes train one run together (`processes`): each takes its share of the images
+(`task_batches`), all end with the same parameters and statistics, and the first writes the files.
 """
 
 import copy
-import inspect
 import math
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mambacl import ranks
-from mambacl.data.loaders import Share
+from mambacl import processes
 from mambacl.log import logger
 from mambacl.methods import Method, Task
 from mambacl.scenarios import AMONG_ALL, Scenario, chosen
-from mambacl.stored import StoredImages
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
 from mambacl.training.confusion import count_confusion
 from mambacl.training.folder import SCHEMA, RunFolder, task_file
 from mambacl.training.metrics import accuracy_over_images, accuracy_over_tasks, all_metrics
+from mambacl.training.optimizers import make_optimizer
 from mambacl.training.progress import Progress
+from mambacl.training.provenance import versions
 from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.seconds import Watch, with_other
 from mambacl.training.step import Recorder, TrainingStep, autocast
+from mambacl.training.task_batches import Batches, TaskBatches, TaskStream, share
 from mambacl.training.tracking import Trackers
 
-T = TypeVar("T", bound=torch.optim.Optimizer)
-Batches = Iterable[tuple[Tensor, Tensor]]
 CHECKPOINT_EVERY = 1.0  # seconds between background checkpoints: copying one takes longer than a step
 STATE_EVERY = 10.0  # seconds between checkpoints on a GPU if nothing trains: a task takes less time than its state
 KEPT = 1 << 30  # bytes of test images' features that an evaluation keeps for the next one
 LARGE = 1 << 30  # bytes; a task state above this is not copied to be written in the background
-
-
-class TaskStream(Protocol):
-    """What the loop needs from a stream."""
-
-    tasks: list[list[int]]
-
-    def first_label(self, task: int) -> int: ...
-    def train_count(self, task: int) -> int: ...
-    def train_batches(
-        self, task: int, epoch: int, batch_size: int, repeats: int = 1, stored: StoredImages | None = None
-    ) -> Batches: ...
-    def plain_batches(self, task: int, batch_size: int, stored: StoredImages | None = None) -> Batches: ...
-    def some_images(self, task: int, count: int) -> Tensor: ...
-    def train_image(self, task: int, position: int) -> Tensor: ...
-    def test_batches(self, task: int, batch_size: int) -> Batches: ...
-    def test_counts(self) -> list[int]: ...
 
 
 class TrainingError(RuntimeError):
@@ -98,7 +77,8 @@ class Loop:
         self.watch = watch or Watch()
         self.seconds_before: dict[str, float] = {}  # in earlier processes
         self.saved_at = -math.inf  # time of the latest checkpoint
-        self.scenario, self.sharded = scenario, sharded
+        self.scenario = scenario
+        self.batches = TaskBatches(stream, method, recipe, sharded)
         self.audit_images, self.fast = audit_images, fast
         self.method, self.stream, self.recipe, self.folder = method, stream, recipe, folder
         self.progress, self.header, self.device, self.bf16, self.seed = progress, header, device, bf16, seed
@@ -121,7 +101,7 @@ class Loop:
             torch.cuda.reset_peak_memory_stats(self.device)
         if checkpoint is not None:
             self._restore(checkpoint)
-        elif ranks.is_first():
+        elif processes.is_first():
             self.folder.truncate_events(0)
             self.write_results("running")
         for task in range(self.position.task, len(self.stream.tasks)):
@@ -173,12 +153,12 @@ class Loop:
     def _train_epoch(self, task: int, epoch: int) -> None:
         recipe = self.recipe
         place = f"task {task + 1}/{len(self.stream.tasks)} epoch {epoch + 1}/{recipe.epochs}"
-        count = self._count(task) * recipe.passes_per_epoch
+        count = self.batches.count(task) * recipe.passes_per_epoch
         compiling = self.device.type == "cuda" and "train" not in self.watch.seconds
         self._phase("", "reading images", task, 0, epoch + 1, recipe.epochs)
 
         def epoch_batches() -> Batches:
-            return self._train_batches(task, epoch)
+            return self.batches.to_train(task, epoch)
 
         self.method.start_epoch(epoch, epoch_batches)
         self._enter_phase(epoch)
@@ -186,14 +166,14 @@ class Loop:
             self.progress.skip("train", count)
             return
         with self.watch.phase("data"):
-            batches = self._own(epoch_batches())
+            batches = share(epoch_batches())
         steps, size = len(batches), recipe.batch_size  # type: ignore[arg-type]
         self._phase("train", "compiling" if compiling else "training", task, count, epoch + 1, recipe.epochs)
         assert self.step is not None
         started = time.perf_counter()
         for step, (images, labels) in enumerate(batches):
-            whole = len(labels) if ranks.count() == 1 else min(size, count - step * size)
-            self.step(images, labels, self._rate(epoch, step / steps), of=whole if ranks.count() > 1 else 0)
+            whole = len(labels) if processes.count() == 1 else min(size, count - step * size)
+            self.step(images, labels, self._rate(epoch, step / steps), of=whole if processes.count() > 1 else 0)
             if step == 0 and compiling:
                 self.progress.text("training")
             self.progress.step(whole)
@@ -220,55 +200,6 @@ class Loop:
             epoch -= phase.first
         done = (epoch + (share if recipe.schedule == "cosine" else 0)) * recipe.passes_per_epoch
         return recipe.lr_factor(done) * phase.rate
-
-    # This process's share of the work
-
-    def _own(self, batches: Batches, in_turns: bool = False) -> Batches:
-        """This process's part of each batch, and at least one image of it; or `in_turns`, every so many batches."""
-        if ranks.count() == 1:
-            return batches
-        return batches.shared(Share(ranks.count(), ranks.rank(), in_turns))  # type: ignore[attr-defined]
-
-    def _parts(self, batches: Batches, images: int, size: int, all_batches: bool = False) -> Batches:
-        """Parts of batches of `size` of so many `images`, with a label for each image that is this process's: none in a
-        batch with too few images for all. Such batches are left out, unless all processes have to meet in each."""
-        return batches if ranks.count() == 1 else self._labelled(batches, images, size, all_batches)
-
-    def _labelled(self, batches: Batches, images: int, size: int, all_batches: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        for number, (pixels, labels) in enumerate(self._own(batches)):
-            part = ranks.part(min(size, images - number * size))
-            if part.stop > part.start:
-                yield pixels, labels
-            elif all_batches:
-                yield pixels, labels[:0]
-
-    # What the stream needs to know of stored images; streams of methods that store none need not know the word
-
-    def _stored(self) -> dict[str, StoredImages]:
-        stored = self.method.stored()
-        return {} if stored is None else {"stored": stored}
-
-    def _train_batches(self, task: int, epoch: int) -> Batches:
-        size, passes = self.recipe.batch_size, self.recipe.passes_per_epoch
-        return self.stream.train_batches(task, epoch, size, passes, **self._stored())
-
-    def _finishing_batches(self, task: int) -> Batches:
-        batches = self.stream.plain_batches(task, self.recipe.covariance_batch_size, **self._stored())
-        if not self.method.adds_up:
-            return batches
-        return self._equally_often(batches, task) if self.sharded else self._own(batches, in_turns=True)
-
-    def _equally_often(self, batches: Batches, task: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's turns, and an image without a label if others have one more."""
-        own, processes = self._own(batches, in_turns=True), ranks.count()
-        yield from own
-        turns = (len(batches) + processes - 1) // processes  # type: ignore[arg-type]
-        if len(own) < turns:  # type: ignore[arg-type]
-            yield self.stream.some_images(task, 1), torch.zeros(0, dtype=torch.int64)
-
-    def _count(self, task: int) -> int:
-        """Images in one pass over a task."""
-        return self.stream.train_count(task) + sum(map(len, self._stored().values()))
 
     def _new_optimizer(self) -> None:
         self.names, groups = [], []
@@ -302,37 +233,36 @@ class Loop:
         """What the method and its classifier take from a task whose steps are done."""
         recipe = self.recipe
         if consolidates(self.method):
-            self._phase("covariance", "consolidating", task, self._count(task))
-        parts = ranks.count() if self.method.adds_up else 1
-        done = self.method.finish_task(self.progress.over(self._finishing_batches(task), parts))
+            self._phase("covariance", "consolidating", task, self.batches.count(task))
+        parts = processes.count() if self.method.adds_up else 1
+        done = self.method.finish_task(self.progress.over(self.batches.to_finish(task), parts))
         if self.method.stores_images:
             self.method.keep_images(partial(self.stream.train_image, task))
         for phase, seconds in done.items():
             self.watch.add(phase, seconds)
         if self.method.classifier.updates:
             self._phase("classifier", "learning features", task, self.stream.train_count(task))
-            size, images = recipe.eval_batch_size, self.stream.train_count(task)
-            batches = self._parts(self.stream.plain_batches(task, size), images, size, all_batches=True)
+            batches = self.batches.to_learn(task)
             with self.watch.phase("classifier"), autocast(self.device, self.bf16):
                 if self.method.start:
                     self.progress.text("following the drift")
                     self.method.follow_drift(lambda: self.stream.plain_batches(task, recipe.eval_batch_size))
                     self.progress.text("learning features")
-                self.method.fit_classifier(self.progress.over(batches, ranks.count()))
+                self.method.fit_classifier(self.progress.over(batches, processes.count()))
                 self.method.calibrate()
 
     def _end_task(self, task: int) -> None:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
         place = f"task {task + 1}/{tasks}"
         self._consolidate(task)
-        if self.audit_images and ranks.is_first():
+        if self.audit_images and processes.is_first():
             with self.watch.phase("audit"):
                 images = self.stream.some_images(task, self.audit_images).to(self.device)
                 auditing.keep(self.folder, task, self.method.model, images)
         with self.watch.phase("evaluate"):
             row = self.evaluate(task)
             classes = [c for own in self.stream.tasks for c in own]  # by label
-            if ranks.is_first():
+            if processes.is_first():
                 self.folder.write_confusion(task, count_confusion(self.answers, classes))
         position.correct.append(row)
         tensors, text = self.method.task_state_dict(), self.method.task_text()
@@ -393,7 +323,7 @@ class Loop:
             parts = [(labels, chosen(logits, self.scenario, sizes, j)) for logits, labels in self._scores(j, predict)]
             empty = torch.zeros(2, 0, dtype=torch.int64)
             both = torch.cat([torch.stack(part) for part in parts], dim=1) if parts else empty.to(self.device)
-            both = ranks.rows(both.T).T.cpu()  # in another order with several processes
+            both = processes.rows(both.T).T.cpu()  # in another order with several processes
             found.append((both[0].numpy(), both[1].numpy()))
         return found
 
@@ -406,10 +336,9 @@ class Loop:
                 yield method.scores(inputs), labels
             return
         kept: list[tuple[list[Tensor], Tensor]] | None = [] if method.features_stay else None
-        count, size = self.stream.test_counts()[task], self.recipe.eval_batch_size
-        for images, labels in self._parts(self.stream.test_batches(task, size), count, size, self.sharded):
+        for images, labels in self.batches.to_test(task):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            self.progress.step(len(labels) * ranks.count())
+            self.progress.step(len(labels) * processes.count())
             if kept is None:
                 yield predict(images)[: len(labels)], labels
                 continue
@@ -434,7 +363,7 @@ class Loop:
             assert self.optimizer is not None
             checkpoints.load_optimizer(self.optimizer, self.names, checkpoint.optimizer_state)
         checkpoints.restore_random_state(checkpoint.random_tensors, checkpoint.random_text)
-        if ranks.is_first():
+        if processes.is_first():
             self.folder.truncate_events(self.position.metrics_length)
             self.write_results("running")
             checkpoints.settle(self.folder, self.position)  # a killed process may not have come to it
@@ -454,13 +383,13 @@ class Loop:
         return unfinished and not self.method.trains and since < STATE_EVERY
 
     def _write_checkpoint(self, state: TaskState | None) -> None:
-        if self.background.on and ranks.from_first(self._can_wait()):
+        if self.background.on and processes.from_first(self._can_wait()):
             return
         self.saved_at = time.perf_counter()
         mid_task = self.optimizer is not None and self.position.epoch > 0
         optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
         method_state = self.method.state_dict()  # of all processes: each can have a part of it
-        if not ranks.is_first():
+        if not processes.is_first():
             return
         self.position.metrics_length = self.folder.events_length()
         self._count_seconds()
@@ -483,7 +412,7 @@ class Loop:
         self.background.do(write)
 
     def _record(self, event: str, **values: Any) -> None:
-        if not ranks.is_first():
+        if not processes.is_first():
             return
         self.folder.append_event({"event": event, **values})
         self.trackers.event({"event": event, **values})
@@ -498,13 +427,13 @@ class Loop:
     def write_results(self, status: str) -> dict[str, Any]:
         self.background.wait()
         results = self.results(status)
-        if ranks.is_first():
+        if processes.is_first():
             self.folder.write_results(results)
         return results
 
     def note_end(self, status: str) -> None:
         """Writes why the run ends early. The results stay those of the last checkpoint."""
-        if ranks.is_first():
+        if processes.is_first():
             self.folder.write_results({**(self.folder.results() or self.results(status)), "status": status})
 
     def results(self, status: str) -> dict[str, Any]:
@@ -524,7 +453,7 @@ class Loop:
             "seconds": seconds,
             "images_per_second": position.images / seconds["train"] if seconds["train"] else 0.0,
             "peak_memory_bytes": position.peak_memory,
-            **({"processes": ranks.count()} if ranks.count() > 1 else {}),
+            **({"processes": processes.count()} if processes.count() > 1 else {}),
             "state_bytes": position.state_bytes,
             **self._classifier_size(),
             "versions": versions(),
@@ -555,30 +484,6 @@ def task_seed(seed: int, task: int) -> int:
 PHASES = ("train", "covariance", "decomposition", "evaluate")
 
 
-def make_optimizer(
-    recipe: Recipe, groups: list[dict[str, Any]], recorded_on: torch.device | None = None
-) -> torch.optim.Optimizer:
-    """`recorded_on`: the GPU that records the steps. Adam then keeps all its state there, including learning rates."""
-    decay, fused = recipe.weight_decay, recorded_on is not None
-    if recipe.optimizer == "sgd":
-        return without_compiler(torch.optim.SGD)(groups, lr=recipe.lr, momentum=0.9, weight_decay=decay)
-    if fused:
-        groups = [{**group, "lr": torch.tensor(group["lr"], device=recorded_on)} for group in groups]
-    kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
-    return without_compiler(kind)(groups, weight_decay=decay, fused=fused, capturable=fused)
-
-
-@cache
-def without_compiler(kind: type[T]) -> type[T]:
-    """The same optimizer without the wrappers that keep `torch.compile` out: they import the compiler, which takes
-    seconds and which a run never uses. PyTorch's own code does the computation. Do not use it inside `torch.compile`.
-    """
-    guarded = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in guarded}
-    step = torch.no_grad()(inspect.unwrap(kind.step))
-    return type(kind.__name__, (kind,), {**methods, "step": step, "__doc__": kind.__doc__})
-
-
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: of the GPU, or of this process on a CPU."""
     if device.type == "cuda":
@@ -589,15 +494,3 @@ def peak_memory(device: torch.device) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-@cache
-def versions() -> dict[str, str]:
-    """The versions of the libraries that affect a run; read from disk once."""
-    found = {"python": platform.python_version()}
-    for name in ("mambacl", "torch", "torchvision", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # used from its source folder
-            found[name] = "not installed"
-    return found

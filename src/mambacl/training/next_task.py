@@ -74,14 +74,14 @@ class NextTask(Loop):
     def estimated(self, trains: bool) -> float:
         """Seconds that `learn` takes, from a few batches. Afterwards the method has learned these."""
         task, recipe = self.position.task, self.recipe
-        images = self._count(task)
+        images = self.batches.count(task)
         self._start_task(task)
         seconds = 0.0
         if trains:
             steps = -(-images * recipe.passes_per_epoch // recipe.batch_size)
             self._enter_phase(0)
             assert self.step is not None
-            batches = self._train_batches(task, 0)
+            batches = self.batches.to_train(task, 0)
             times = []
             for number, (pixels, labels) in enumerate(batches):
                 begun = time.perf_counter()
@@ -93,7 +93,7 @@ class NextTask(Loop):
             each = sum(times[1:]) / len(times[1:]) if len(times) > 1 else times[0]
             seconds += each * steps * recipe.epochs
             self.optimizer = self.step = None
-        batches = self._finishing_batches(task)
+        batches = self.batches.to_finish(task)
         count = len(batches)  # type: ignore[arg-type]
         first = [next(iter(batches))]
         begun = time.perf_counter()

@@ -1,6 +1,9 @@
-"""Which version of this package computed something."""
+"""Which versions of this package and its libraries computed something."""
 
+import platform
 import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -16,3 +19,15 @@ def commit() -> str | None:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The versions of the libraries that affect a run; read from disk once."""
+    found = {"python": platform.python_version()}
+    for name in ("mambacl", "torch", "torchvision", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # used from its source folder
+            found[name] = "not installed"
+    return found

@@ -1,22 +1,22 @@
 """FSDP2: each process keeps a part of the backbone's weights, and has a block's whole weights only while it runs."""
 
 import warnings
-from collections.abc import Iterator
 
 from torch import nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.classifiers.drift import FollowsDrift
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
 from mambacl.methods import Method
+from mambacl.tuning.recomputing import blocks_of
 
 ENTRANCES = ("forward_features", "forward_intermediates", "forward_head")  # besides `forward`
 
 
 def shards(config: RunConfig) -> bool:
     """Whether this run cuts its weights. A single process keeps them whole."""
-    return config.shard and ranks.count() > 1
+    return config.shard and processes.count() > 1
 
 
 def cut(model: nn.Module) -> None:
@@ -30,15 +30,6 @@ def cut(model: nn.Module) -> None:
     for name in ENTRANCES:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a backbone runs one after another, in all its stages."""
-    for module in model.modules():
-        for name in ("blocks", "layers"):
-            found = getattr(module, name, None)
-            if isinstance(found, (nn.ModuleList, nn.Sequential)):
-                yield from (block for block in found if not hasattr(block, "blocks"))
 
 
 def check_sharded(config: RunConfig, method: Method) -> None:

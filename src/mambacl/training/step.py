@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.log import logger
 from mambacl.nullspace.shards import is_cut
 
@@ -48,7 +48,7 @@ class LossModule(nn.Module):
 def loss_over_ranks(method: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., tuple[Tensor, Tensor]]:
     """The method's loss. With several processes, its gradients are averaged over them in the backward pass; FSDP2 does
     that for parameters that it has cut. Parameters are equal everywhere already, and a batch need not use all."""
-    if ranks.count() == 1:
+    if processes.count() == 1:
         return method.loss
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_cut(p)]
     if not trained:
@@ -123,7 +123,7 @@ class TrainingStep:
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.images_seen = 0
         self.loss = loss_over_ranks(method, optimizer)
-        alone = ranks.count() == 1
+        alone = processes.count() == 1
         self.graphs = graphs and alone and device.type == "cuda" and rates_are_tensors(optimizer)
         self.factor: float | None = None
         self._taken = 0
@@ -160,7 +160,7 @@ class TrainingStep:
         """The sum of the images' losses, the number of correct images and the number of images since the last call, of
         all processes."""
         seen = torch.tensor(self.images_seen, device=self.device)
-        ranks.sum_([self.loss_sum, self.right, seen])
+        processes.sum_([self.loss_sum, self.right, seen])
         sums = float(self.loss_sum), int(self.right), int(seen)
         self.loss_sum.zero_()
         self.right.zero_()
@@ -170,13 +170,13 @@ class TrainingStep:
     def _run(self, images: Tensor, labels: Tensor, of: int = 0) -> None:
         """The gradients of all pieces and all processes add up to that of the whole batch, because the loss is a mean
         over images."""
-        part = ranks.part(of) if of else slice(0, len(images))
+        part = processes.part(of) if of else slice(0, len(images))
         own = part.stop - part.start
-        cuts = [ranks.part(len(images), self.accumulate, piece) for piece in range(self.accumulate)]
+        cuts = [processes.part(len(images), self.accumulate, piece) for piece in range(self.accumulate)]
         cuts = [cut for cut in cuts if cut.start < cut.stop]
         for number, cut in enumerate(cuts):
             count = min(own, cut.stop - cut.start)  # 0 of an image that stands in for an empty part
-            share = count * ranks.count() / of if of else count / len(images)  # the mean over processes divides by them
+            share = count * processes.count() / of if of else count / len(images)
             with self._exchanging(number == len(cuts) - 1):
                 with autocast(self.device, self.bf16):
                     loss, correct = self.loss(images[cut], labels[cut])

@@ -10,7 +10,7 @@ from processes import RankError, on_ranks, outcomes
 from test_fsdp import LIMIT, images, own, same, small_model
 from torch import nn
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.nullspace import NullSpace, projectors
 from mambacl.nullspace.sharing import shared_out
@@ -28,8 +28,8 @@ def summed_gradients(model):
     """Gradients of the mean over all images, with the same bits on all ranks."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            ranks.sum_([parameter.grad])
-            parameter.grad /= ranks.count()
+            processes.sum_([parameter.grad])
+            parameter.grad /= processes.count()
 
 
 def two_tasks(name, shared=False, wrapped=False):
@@ -124,7 +124,7 @@ def unequal_shares():
     """The second of two processes has no image of the first task, and the first none of the second."""
     space = NullSpace(small_model(), "exact", rank="energy:0.9", relax=0.01)
     for task in range(2):
-        space.consolidate([images(task)] if ranks.rank() == task else [])
+        space.consolidate([images(task)] if processes.rank() == task else [])
     return space.covariances(), space.projected_step.boxes()
 
 
@@ -145,17 +145,17 @@ def failing(how):
 
     def batches():
         yield own(images(0))
-        if ranks.rank() == 1 and how == "loader":
+        if processes.rank() == 1 and how == "loader":
             raise OSError("the disk is gone")
-        if ranks.rank() == 1 and how == "killed":
+        if processes.rank() == 1 and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
 
     eigh = torch.linalg.eigh
 
     def broken(matrix, *rest):
-        raise torch.linalg.LinAlgError("no convergence") if ranks.rank() == 1 else eigh(matrix, *rest)
+        raise torch.linalg.LinAlgError("no convergence") if processes.rank() == 1 else eigh(matrix, *rest)
 
-    if how == "decomposition" and ranks.rank() == 1:
+    if how == "decomposition" and processes.rank() == 1:
         projectors.torch.linalg.eigh = broken
     try:
         space.consolidate([] if how == "empty" else batches())

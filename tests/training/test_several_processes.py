@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from training_help import interrupted_after
 
 import mambacl
-from mambacl import ranks
+from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
@@ -57,8 +57,8 @@ def one_step(name: str, images_count: int, accumulate: int) -> tuple[dict[str, T
     if not method.splits:
         return None
     torch.manual_seed(0)
-    of = images_count if ranks.count() > 1 else 0
-    own = ranks.part(images_count)
+    of = images_count if processes.count() > 1 else 0
+    own = processes.part(images_count)
     own = own if own.stop > own.start else slice(0, 1)
     for task in range(tasks):
         images = torch.randn(images_count, 3, 16, 16)
@@ -72,9 +72,9 @@ def one_step(name: str, images_count: int, accumulate: int) -> tuple[dict[str, T
             step(images[own], labels[own], 1.0, of)
             step.take_sums()
             batches = [(images[i : i + 2], labels[i : i + 2]) for i in range(0, images_count, 2)]
-            method.finish_task(batches[ranks.rank() :: ranks.count()] if method.adds_up else batches)
+            method.finish_task(batches[processes.rank() :: processes.count()] if method.adds_up else batches)
             if method.classifier.updates:
-                mine = ranks.part(images_count)
+                mine = processes.part(images_count)
                 method.fit_classifier([(images[own], labels[mine])])
     method.start_epoch(0, lambda: [(images, labels)])
     step(images[own], labels[own], 1.0, of)
@@ -135,14 +135,14 @@ def assert_same_step(found: Any, expected: Any, what: str) -> None:
 def train(folder: Path, **overrides: Any) -> int:
     torch.set_num_threads(1)
     mambacl.train(CONFIG, out=str(folder), device="cpu", **overrides)
-    return ranks.count()
+    return processes.count()
 
 
 def stopped(folder: Path, after: int, **overrides: Any) -> None:
     """Interrupted in all processes when the first has written so many checkpoints."""
     written = checkpoints.write
 
-    if ranks.is_first():
+    if processes.is_first():
         with interrupted_after(after):
             train(folder, **overrides)
     else:
@@ -232,7 +232,7 @@ def test_a_run_resumes_on_another_number_of_processes(tmp_path: Path, shard: boo
 
 def stop_it(folder: Path, training: dict[str, Any], shard: bool) -> None:
     stopped(folder, 6, training=training, shard=shard)
-    if ranks.is_first():
+    if processes.is_first():
         kept = load_file(folder / "checkpoints" / "last.safetensors")
         assert any(name.startswith("optimizer.") for name in kept)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambacl import ranks
+from mambacl import processes
 from mambacl.nullspace.blocks import Part
 from mambacl.nullspace.shards import Layout, Piece, group_of, is_first_of, pieces
 from mambacl.nullspace.sharing import shared_out
@@ -43,13 +43,13 @@ class Exchange:
         self.owners = shared_out(costs)
 
     def __call__(self, tensors: Tensors) -> None:
-        for owner in range(ranks.count()):
+        for owner in range(processes.count()):
             names = [name for name, rank in self.owners.items() if rank == owner and name in tensors]
             for dtype in dict.fromkeys(tensors[name].dtype for name in names):
                 some = [tensors[name].detach() for name in names if tensors[name].dtype == dtype]
                 flat = torch.cat([tensor.reshape(-1) for tensor in some])
-                ranks.copy_from([flat], owner)
-                if owner != ranks.rank():
+                processes.copy_from([flat], owner)
+                if owner != processes.rank():
                     for tensor, values in zip(some, flat.split([t.numel() for t in some]), strict=True):
                         tensor.copy_(values.view_as(tensor))
 
