@@ -299,6 +299,7 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
                 if processes.is_first():
                     auditing.audit(folder, parts.model, len(parts.stream.tasks), moved)
             results = loop.write_results("finished")
+            processes.wait()  # until the first has written it
         trackers.finish(results)
         return results
     except KeyboardInterrupt:
