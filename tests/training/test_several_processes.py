@@ -25,6 +25,7 @@ from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
+from mambacl.nullspace import NullSpace
 from mambacl.nullspace.shards import is_cut, whole
 from mambacl.training import checkpoints
 from mambacl.training.loop import TrainingError
@@ -239,6 +240,44 @@ def stop_it(folder: Path, training: dict[str, Any], shard: bool) -> None:
 
 def resume_it(folder: Path) -> None:
     mambacl.resume(folder)
+
+
+# A process that dies
+
+
+DIES = {
+    "training": (TrainingStep, "_run", 7),
+    "consolidation": (NullSpace, "protect", 3),
+    "writing": (checkpoints, "write_tensors", 6),
+}
+"""by name: what a process is killed in, and in which call"""
+
+
+def killed_in(folder: Path, moment: str, victim: int) -> None:
+    holder, name, call = DIES[moment]
+    original, calls = getattr(holder, name), []
+
+    def dies(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(name)
+        if len(calls) == call and processes.rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **keywords)
+
+    setattr(holder, name, dies)
+    train(folder, training=SGD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "victim"), [("training", 1), ("consolidation", 1), ("writing", 0)])
+def test_a_process_killed_at_any_work_loses_nothing(tmp_path: Path, moment: str, victim: int) -> None:
+    """The other one ends with one sentence, and two resume."""
+    train(tmp_path / "1", training=SGD)
+    found = outcomes(2, killed_in, tmp_path / "run", moment, victim)
+    assert "exit code -9" in found[victim].text
+    assert isinstance(found[1 - victim].error, TrainingError) and "Another process" in str(found[1 - victim].error)
+    assert results(tmp_path / "run")["status"] != "finished"
+    on_ranks(2, resume_it, tmp_path / "run")
+    assert_same_outcome(tmp_path / "run", tmp_path / "1")
 
 
 # Weights that are cut
