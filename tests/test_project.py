@@ -52,6 +52,12 @@ def test_the_extras_are_documented() -> None:
     assert set(all_extras.split(",")) == set(needed) - {"dev"}
 
 
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by their names, without the folder, and would collect none."""
+    names = [path.name for path in (SOURCE / "tests").rglob("*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_page_is_linked() -> None:
     """From the README or another page, or nobody would find it."""
     texts = {path: path.read_text(encoding="utf-8") for path in [*SOURCE.glob("*.md"), *SOURCE.glob("docs/*.md")]}
