@@ -9,7 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1]
 PAGES = [SOURCE / "README.md", *sorted((SOURCE / "docs").glob("**/*.md"))]
-PROGRAMS = ("mambacl", "make", "pip", "python", "curl", "find", "hf", ".venv/bin/pytest")
+PROGRAMS = ("mambacl", "make", "pip", "python", "curl", "find", "hf", "torchrun", ".venv/bin/pytest")
 FENCE = re.compile(r"\s*```(\w*)$")
 
 
@@ -81,6 +81,6 @@ def commands() -> list[tuple[str, str]]:
 
 def words(line: str) -> list[str]:
     """The words of a call of mambacl, after its name; of a pipe, the last part that calls it."""
-    parts = [part.strip() for part in line.split(" | ")]
-    [call] = [part for part in parts if part.startswith("mambacl")][-1:]
-    return shlex.split(call)[1:]
+    parts = [part.strip().partition("-m mambacl ") for part in line.split(" | ")]
+    [call] = [after or before for before, _, after in parts if after or before.startswith("mambacl")][-1:]
+    return shlex.split(call.removeprefix("mambacl "))

@@ -38,6 +38,7 @@ NOT_RUN = {
     r"mambacl train images .*--stream.session_lists": "needs a protocol's lists; tests/data/test_few_shot.py",
     r"mambacl pretrain|mambacl train images .*--pretrained pretrained/": "needs minutes; tests/pretraining",
     r"mambacl (sweep|tune) ": "needs minutes; tests/sweeps reads the page's file and searches, and runs smaller ones",
+    r"torchrun ": "starts several processes; tests/training/test_several_processes.py",
     r"mambacl bench": "needs minutes; tests/bench",
     r"mambacl plan (examples|.*--gpus)": "needs many seconds; tests/training/test_planning.py",
     r"mambacl (serve|watch runs/demo-mamba-cl-0$)|curl |python -m mambacl.deploy.clients": (
@@ -74,6 +75,7 @@ ELSEWHERE = [
 ]
 HERE = [("README.md", {0, 1, 2}), ("data.md", {0, 1}), ("python.md", {1, 2, 3, 5, 6, 7}), ("tutorial.md", {0, 1})]
 
+CALL = r"(^|\| |torchrun .* -m )mambacl "
 NAMES = ("ant", "bee", "cow", "duck", "eel", "fox", "goat", "hen", "ibis", "jay")
 SHORTER = ["--stream.train_per_class", "3", "--stream.transforms.image_size", "16", "--stream.tasks", "2"]
 
@@ -88,7 +90,7 @@ def command_of(given: list[str]) -> tuple[Command, list[str]]:
 
 def calls() -> list[str]:
     """Every line of a shell block that calls mambacl."""
-    return sorted({line for _, line in commands() if re.search(r"(^|\| )mambacl ", line)})
+    return sorted({line for _, line in commands() if re.search(CALL, line)})
 
 
 @pytest.mark.parametrize("line", calls())
@@ -107,7 +109,7 @@ def test_every_other_line_of_a_shell_block_is_right() -> None:
     project = (SOURCE / "pyproject.toml").read_text(encoding="utf-8")
     found = set()
     for page, line in commands():
-        if re.search(r"(^|\| )mambacl ", line):
+        if re.search(CALL, line):
             continue
         if target := re.match(r"make (\S+)", line):
             assert f"\n{target[1]}:" in makefile, f"{page}: {line}"

@@ -272,7 +272,8 @@ def test_what_is_no_model_is_refused(trained: Callable[[str], Path], tmp_path: P
     (tmp_path / "text.safetensors").write_text("hello")
     (tmp_path / "empty").mkdir()
     begun = shutil.copytree(run, tmp_path / "begun")
-    (begun / "checkpoints" / "task-end.safetensors").unlink()
+    for name in ("task-end", "last", "previous"):
+        (begun / "checkpoints" / f"{name}.safetensors").unlink()
     for path, words in (
         (tmp_path / "gone", "gone does not exist"),
         (tmp_path / "empty", "is not a run folder"),

@@ -14,7 +14,7 @@ from mambacl.training.identity import EXECUTION, SEEDS, differences
 
 ELSEWHERE: dict[str, Any] = {  # the same run on another machine
     "out": "elsewhere", "track": ["tensorboard"], "device": "cpu", "fast": False, "training.workers": 3,
-    "training.eval_batch_size": 7,
+    "training.eval_batch_size": 7, "shard": True, "share_steps": True,
 }  # fmt: skip
 
 
