@@ -1,10 +1,10 @@
 """Chooses the learning rates of the nano rivals (`mambacl paper main --scale nano`) on held-back training images.
 
-    python examples/tune_rivals.py --root CIFAR --out runs/tune-rivals --shard 1/12     # one of twelve processes
+    python examples/tune_rivals.py --root CIFAR --out runs/tune-rivals --part 1/12     # one of twelve processes
     python examples/tune_rivals.py --root CIFAR --out runs/tune-rivals --merge --json docs/results/rivals-tuning.json
 
 Every method that trains has the same budget: three factors of its published rates, one seed, a tenth of the training
-images held back, 60 images per class and 5 passes. Processes with different `--shard` share the runs. Start them again
+images held back, 60 images per class and 5 passes. Processes with different `--part` share the runs. Start them again
 after an interruption: finished runs are read, the others continue. `--merge` trains nothing: it writes what was tried
 and chosen to the JSON file, and the choice to `src/mambacl/paper/rates.yaml`, from which the main table takes it. A
 method with missing runs keeps its rates.
@@ -44,7 +44,7 @@ def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", help="folder with CIFAR-100's files; without it, the packaged Fashion-MNIST")
     parser.add_argument("--out", default="runs/tune-rivals", help="parent of the run folders")
-    parser.add_argument("--shard", default="", help="I/N: train every N-th run from the I-th on")
+    parser.add_argument("--part", default="", help="I/N: train every N-th run from the I-th on")
     parser.add_argument("--only", nargs="+", help="only these methods")
     parser.add_argument("--merge", action="store_true", help="train nothing, write --json and --rates")
     parser.add_argument("--json", default="rivals-tuning.json", help="file for what was tried and chosen")
@@ -60,7 +60,7 @@ def main(given: list[str] | None = None) -> None:
     root = None if arguments.root is None else Path(arguments.root)
     work = jobs([run for *_, run in planned], Path(arguments.out), root, nested(options), anywhere=arguments.merge)
     if not arguments.merge:
-        return run_jobs(work, arguments.shard, keep_checkpoints=False)
+        return run_jobs(work, arguments.part, keep_checkpoints=False)
     tried: dict[str, dict[float, float]] = {}
     for (rival, factor, _), job in zip(planned, work, strict=True):
         found = tried.setdefault(rival.method, {})

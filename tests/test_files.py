@@ -225,9 +225,9 @@ from pathlib import Path
 from mambacl.files import locked
 with locked(Path(sys.argv[1])):
     child = os.fork()
-    if child == 0:
+    if child == 0:  # it has given up the lock now
+        print(os.getpid(), flush=True)
         time.sleep(60)
-    print(child, flush=True)
     sys.stdin.read()
 """
 

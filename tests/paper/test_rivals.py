@@ -116,16 +116,16 @@ def test_only_a_rival_on_a_vision_transformer_belongs_to_a_published_row() -> No
     assert matches(rows["Mamba-Seq"], record("sequential", "defocus_mamba_nano"))
 
 
-def test_shards_share_all_runs() -> None:
+def test_parts_share_all_runs() -> None:
     items = list(range(11))
-    parts = [runner.shard(items, f"{i}/4") for i in range(1, 5)]
-    assert sorted(chain(*parts)) == items == runner.shard(items, "") and max(map(len, parts)) == 3
+    parts = [runner.part_of(items, f"{i}/4") for i in range(1, 5)]
+    assert sorted(chain(*parts)) == items == runner.part_of(items, "") and max(map(len, parts)) == 3
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "1", "x/2", "1/"])
-def test_a_shard_that_is_none(part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*NANO, "--shard", part]) == 2
-    assert "--shard must be I/N with I from 1 to N, e.g. 2/12" in capsys.readouterr().err
+def test_a_part_that_is_none(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*NANO, "--part", part]) == 2
+    assert "--part must be I/N with I from 1 to N, e.g. 2/12" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -134,14 +134,14 @@ def test_processes_share_the_runs_and_the_table_goes_into_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, names = tmp_path / "out", ["--only", "l2p-vit,simplecil"]
-    assert main([*NANO, *names, "--out", str(out), "--shard", "1/2", "--keep", "results"]) == 0
+    assert main([*NANO, *names, "--out", str(out), "--part", "1/2", "--keep", "results"]) == 0
     said = capsys.readouterr()
-    assert "Runs: 1, finished: 0." in said.err and "Without --shard" in said.err and "L2P" not in said.out
+    assert "Runs: 1, finished: 0." in said.err and "Without --part" in said.err and "L2P" not in said.out
     end = Loop._end_task
     with monkeypatch.context() as patched:
         patched.setattr(Loop, "_end_task", lambda self, task: end(self, task) if task < 1 else _broken())
-        assert main([*NANO, *names, "--out", str(out), "--shard", "2/2"]) == 1
-    assert main([*NANO, *names, "--out", str(out), "--shard", "2/2", "--keep", "results"]) == 0
+        assert main([*NANO, *names, "--out", str(out), "--part", "2/2"]) == 1
+    assert main([*NANO, *names, "--out", str(out), "--part", "2/2", "--keep", "results"]) == 0
     assert "continuing" in capsys.readouterr().err
     folders = sorted(path for path in (out / "nano").iterdir() if path.is_dir())
     assert [path.name.split("-")[4] for path in folders] == ["l2p", "simplecil"]
@@ -202,7 +202,7 @@ def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.Monkey
     given = ["--out", str(tmp_path / "runs"), "--only", "frozen", "--set", "device=cpu", "stream.train_per_class=8",
              "training.passes=1", "stream.transforms.image_size=16"]  # fmt: skip
     for part in ("1/2", "2/2"):
-        tune.main([*given, "--shard", part])
+        tune.main([*given, "--part", part])
     merged = [*given, "--merge", "--json", str(tmp_path / "tuned.json"), "--rates", str(tmp_path / "rates.yaml")]
     tune.main(merged)
     row = json.loads((tmp_path / "tuned.json").read_text())["rows"]["frozen"]

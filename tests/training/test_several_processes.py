@@ -386,7 +386,7 @@ def test_gpus_starts_the_processes_and_a_mistake_is_told_once(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_process_ends_the_run_which_continues(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "run"
     words = ["train", str(config_file(tmp_path, PASSES)), "--gpus", "2", "--out", str(folder)]

@@ -327,6 +327,7 @@ def test_a_run_interrupted_at_each_checkpoint_resumes(uninterrupted: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigkill_at_three_random_moments(uninterrupted: Path, tmp_path: Path) -> None:
     """Killed without warning, resumed as often as it takes: the same bits in the end. The process kills itself, because
     another one would come late on a busy machine, when the run is over."""

@@ -49,7 +49,7 @@ def paper(
     finished: Annotated[
         bool, "train nothing: write the table from the finished runs, also from another machine"
     ] = False,
-    shard: Annotated[
+    part: Annotated[
         str,
         "I/N: train only every N-th run from the I-th on, and write no table, so that N processes share the runs",
         Must("be I/N with I from 1 to N, e.g. 2/12", is_part),
@@ -84,9 +84,9 @@ def paper(
     if dry_run:
         return _list(work)
     if not finished:
-        _train(work, scale, root, overrides, shard, keep)
-    if shard:
-        return say("Without --shard, the same command writes the table.")
+        _train(work, scale, root, overrides, part, keep)
+    if part:
+        return say("Without --part, the same command writes the table.")
     if finished or len(chosen) < len(plan):  # with --only, the table also shows the design's earlier runs
         there = [run for run in plan if (folder / run.key / "config.yaml").is_file()]
         work = jobs(there, folder, root, overrides, anywhere=finished)
@@ -98,7 +98,7 @@ def paper(
 
 
 def _train(
-    work: Sequence[Job], scale: str, root: Path | None, overrides: Mapping[str, Any], shard: str, keep: str
+    work: Sequence[Job], scale: str, root: Path | None, overrides: Mapping[str, Any], part: str, keep: str
 ) -> None:
     from mambacl.paper.runner import run_jobs
 
@@ -106,7 +106,7 @@ def _train(
         datasets = dict.fromkeys(job.planned.benchmark.dataset for job in work)
         needed = ", ".join(f"DIR/{name}" for name in datasets)
         raise UserError(f"Name the folder of the data: --root DIR, with {needed} (see `mambacl data prepare`).")
-    run_jobs(work, shard, keep == "all")
+    run_jobs(work, part, keep == "all")
 
 
 def _list(work: Sequence[Job]) -> None:

@@ -113,7 +113,7 @@ def run_jobs(work: Sequence[Job], part: str = "", keep_checkpoints: bool = True)
         METHODS.get(job.config.method)
         if not job.open and job.state != "finished":
             raise UserError(f"{job.config.folder} holds {job.state}: choose another --out.")
-    own = shard(work, part)
+    own = part_of(work, part)
     todo = [job for job in own if job.open]
     if any(job.config.backbone.startswith("vit") for job in todo):
         timm_module()  # says how to install it
@@ -140,7 +140,7 @@ def run_jobs(work: Sequence[Job], part: str = "", keep_checkpoints: bool = True)
         raise TrainingError(f"{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}; the others are finished.")
 
 
-def shard(items: Sequence[T], part: str) -> list[T]:
+def part_of(items: Sequence[T], part: str) -> list[T]:
     """Every n-th item from the i-th on, for the part "i/n"; all if it is empty."""
     index, _, count = part.partition("/")
     return list(items)[int(index) - 1 :: int(count)] if part else list(items)
