@@ -18,6 +18,7 @@ from mambacl.diagnosis import (
     Gpu,
     Requirement,
     backend_finding,
+    bf16_finding,
     can_write,
     check_extras,
     check_gpu,
@@ -43,6 +44,7 @@ from mambacl.diagnosis import (
     version_of,
 )
 from mambacl.ops import cpu
+from mambacl.ops.precision import bf16_gain
 
 MADE_UP = Gpu("Made-up 9000", 80_000_000_000, 70_000_000_000, True, "580.1")
 without_scan = pytest.mark.skipif(not cpu.built(), reason="the C++ scan is not built")
@@ -88,6 +90,12 @@ def test_threads_and_load() -> None:
     assert many.status == few.status == "slow"
     assert "OMP_NUM_THREADS=2" in many.remedy and "unset OMP_NUM_THREADS" in few.remedy
     assert load_finding(1.5, 2).status == "ok" and load_finding(7.0, 2).status == "slow"
+    assert "2.5 times" in bf16_finding(2.54).words and "--precision bf16" in bf16_finding(2.54).words
+    assert "no faster" in bf16_finding(1.1).words
+
+
+def test_the_gain_of_bf16_is_a_ratio_of_times() -> None:
+    assert 0 < bf16_gain(size=64, rounds=1) < 1e3
 
 
 def test_a_container_limits_the_cores() -> None:

@@ -29,6 +29,7 @@ Version = tuple[int, ...]
 FOR_DEVELOPERS = ("dev", "docs", "extras")  # the extras of those who change mambacl
 LITTLE_DISK = 5e9  # bytes; a run of the nano model with checkpoints and report takes less than 1 GB
 LITTLE_MEMORY = 2e9  # bytes free on a GPU
+WORTH = 1.3  # times as fast in bf16: below, a run gains little
 MOST_DIFFERENCE = 1e-4  # between a kernel and its plain twin, of values of size 1 in float32
 
 
@@ -164,6 +165,14 @@ def load_finding(load: float, cores: int) -> Finding:
     return Finding("PyTorch", "load", "ok", words)
 
 
+def bf16_finding(gain: float) -> Finding:
+    """`gain`: how many times as fast as in float32 the CPU multiplies matrices."""
+    if gain < WORTH:
+        return Finding("PyTorch", "bf16", "ok", "no faster than float32 on this CPU")
+    words = f"matrix products {gain:.1f} times as fast as in float32 on this CPU; `--precision bf16` uses that"
+    return Finding("PyTorch", "bf16", "ok", words)
+
+
 def usable_cores(quota: str | None = None) -> int:
     """The cores that this process may use: of the machine, of its affinity, of its container. `quota` is the text of
     a container's limit, "200000 100000" for two cores; read from the system if not given."""
@@ -190,9 +199,12 @@ def check_torch() -> Iterator[Finding]:
     if "torch" in sys.modules:
         import torch
 
+        from mambacl.ops.precision import bf16_gain
+
         yield thread_finding(torch.get_num_threads(), usable_cores())
         if hasattr(os, "getloadavg"):
             yield load_finding(os.getloadavg()[0], usable_cores())
+        yield bf16_finding(bf16_gain())
 
 
 # GPU

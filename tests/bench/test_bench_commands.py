@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ import mambacl.bench.runs
 import mambacl.bench.settings
 from mambacl.bench import PARTS
 from mambacl.bench.busy import SHORT, SPINNING, WAYS, Effort, start_worker, step_seconds
-from mambacl.bench.passes import PASSES, Passes, passes_of
+from mambacl.bench.passes import PassCounter
 from mambacl.bench.relaxation import FIXED, as_result
 from mambacl.bench.result import Result, publish
 from mambacl.bench.runs import compare_precisions
@@ -103,9 +104,10 @@ def test_methods_are_measured_beside_their_backbone(tmp_path: Path, capsys: pyte
     for row in rows.values():
         assert row["backbone"] == "vit_nano" and row["measured_/_by_passes"] > 0
         assert row["above_1.3"] == ("!" if row["measured_/_by_passes"] > 1.3 else "")
-    assert [row["passes"] for row in rows.values()] == ["1", "1, 1 with backward", "2", "1"]
-    assert rows["lae", "test image"]["by_passes"] == 2 and "lae" in capsys.readouterr().out
-    assert rows["lae", "step, head"]["by_passes"] == 1 < rows["lae", "step, both"]["by_passes"]
+    assert [row["passes"] for row in rows.values()] == [1, 1, 2, 1]
+    head, both, answer, _ = rows.values()
+    assert head["by_passes"] == 1 < both["by_passes"] and answer["by_passes"] == answer["forward"] == 2
+    assert both["through"] > 0.9 and both["forward"] + both["through"] == pytest.approx(1)  # the first block's qkv
 
 
 @pytest.mark.slow
@@ -128,34 +130,49 @@ def passes_on_the_page(text: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_declared_passes_are_those_of_the_page() -> None:
-    page = passes_on_the_page((Path(__file__).parents[2] / "docs" / "rivals.md").read_text(encoding="utf-8"))
+def test_the_page_has_the_counted_passes() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = passes_on_the_page((docs / "rivals.md").read_text(encoding="utf-8"))
     assert len(page) == 17
+    rows = json.loads((docs / "results" / "bench-methods-cpu.json").read_text(encoding="utf-8"))["rows"]
     for name, (learning, answering) in page.items():
-        phases = [found for key, found in PASSES.items() if key.split()[0] == name] or [Passes()]
-        assert max(one.learning for one in phases) == learning, name
-        assert {one.answering for one in phases} >= {answering}, name
+        counted = {row["what"]: row["passes"] for row in rows if row["method"] == name}
+        assert counted.pop("test image") == pytest.approx(answering), name
+        assert max(counted.values()) == pytest.approx(learning), name
 
 
-@pytest.mark.parametrize("name", ["analytic", "frozen", "coda-prompt", "os-prompt"])
+@pytest.mark.parametrize("name", ["analytic", "frozen", "coda-prompt", "os-prompt", "sequential"])
 def test_passes_are_counted_right(name: str, tiny_model_for: Callable[[str], torch.nn.Module]) -> None:
     """The backbone's last norm sees every pass."""
     model, images, labels = tiny_model_for(name), torch.randn(2, 3, 16, 16), torch.tensor([0, 1])
+    counter = PassCounter(tiny_model_for(name), images)
     method = METHODS.get(name)(model, Setup(tasks=2, classes=4))
     seen: list[bool] = []
     norm = next(module for path, module in model.named_modules() if path == "norm" or path.endswith("norm_f"))
     norm.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     method.start_task(Task(0, 2, 0, seed=0))
-    passes = passes_of(method)
     if method.trains:
-        method.loss(images, labels)
-        assert len(seen) == passes.learning
-    seen.clear()
+        found = counter.count(model, partial(method.loss, images, labels))
+        assert len(seen) == found.passes
+        trained = {name for group in method.named_parameters().values() for name, _ in group}
+        assert (found.training > 0) == any(name.endswith(".weight") and "blocks" in name for name in trained)
+        assert (found.through > 0) == (name in ("coda-prompt", "os-prompt"))
     with torch.no_grad():
         method.fit_classifier([(images, labels)]) if not method.trains else None
         seen.clear()
-        method.answer(images)
-    assert len(seen) == passes.answering
+        found = counter.count(model, partial(method.answer, images))
+    assert len(seen) == found.passes == found.forward
+
+
+def test_prompt_tokens_and_shorter_passes_count(tiny_model_for: Callable[[str], torch.nn.Module]) -> None:
+    model, images = tiny_model_for("l2p"), torch.randn(2, 3, 16, 16)
+    counter, depth = PassCounter(model, images), len(model.feature_info)  # type: ignore[arg-type]
+    tokens = model.embed(images)  # type: ignore[operator]
+    half = counter.count(model, partial(model.run_depth, 0, tokens.detach()))  # type: ignore[arg-type]
+    assert half.passes == pytest.approx(1 / depth) and half.work == pytest.approx(1 / depth)
+    longer = torch.cat((tokens, tokens), dim=1).detach()
+    twice = counter.count(model, partial(model.run_depth, 0, longer))  # type: ignore[arg-type]
+    assert twice.passes == pytest.approx(1 / depth) and twice.work == pytest.approx(2 / depth)
 
 
 def test_settings_are_compared_after_a_task() -> None:

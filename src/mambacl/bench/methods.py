@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from mambacl.backbones import create_model
 from mambacl.bench.models import free_memory, products
-from mambacl.bench.passes import passes_of
-from mambacl.bench.result import Result, Row, quiet
+from mambacl.bench.passes import PassCounter, Passes
+from mambacl.bench.result import Result, Row, quiet, shown
 from mambacl.bench.timing import Clock
 from mambacl.config import resolve
 from mambacl.methods import METHODS
+from mambacl.reports.rendering import pipe_table
 from mambacl.training.build import build, pick_device
 from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop
@@ -29,6 +30,7 @@ from mambacl.training.recipe import Recipe
 from mambacl.training.recorded import CUDAGraphs, Recorded
 from mambacl.training.step import WARM_UP, Recorder, TrainingStep, autocast
 
+KIND, ANSWER = "methods", "test image"
 VIT, MAMBA = "vit_nano", "defocus_mamba_nano"
 OTHER = {VIT: MAMBA, MAMBA: VIT}
 OPTIONS: dict[str, dict[str, Any]] = {"lgcl": {"stand_in": "random"}}  # that methods need
@@ -37,31 +39,34 @@ BATCH = {"cuda": 100, "cpu": 8}
 NOTES = (
     "{batch} images of {size} pixels in {precision}, in the second of {tasks} tasks; of methods that train only in the "
     "first, a step of that. / forward: as a multiple of the frozen backbone's forward without gradients.",
-    "passes: what the method declares, and how many of them have a backward pass. by passes: their time, from the "
-    "frozen backbone's forward, and its forward and backward to the images. The latter has no gradients of weights, so "
-    f"methods that train all weights exceed it. above {LIMIT}: more than {LIMIT} times what the passes explain.",
+    "passes: through the backbone. Their work is counted in the linear layers of its blocks, so prompt tokens count, "
+    "and is 1 for one pass without them: forward only; through, with a backward pass to the images; training, with "
+    "gradients of weights. by passes: the time of that much work in the frozen backbone's forward, its forward and "
+    f"backward to the images, and a step of fine-tuning. above {LIMIT}: more than {LIMIT} times that.",
 )
-Calls = Mapping[str, Callable[[], object]]
 
 
-class Frozen:
-    """The frozen backbone as a method: its step only carries a gradient back to the images."""
+class Plain:
+    """A backbone as a method. Its step trains all weights, or, if `frozen`, only carries a gradient to the images."""
 
-    def __init__(self, model: nn.Module, device: torch.device, bf16: bool) -> None:
-        self.model, self.device, self.bf16 = model.eval().requires_grad_(False), device, bf16
+    def __init__(self, model: nn.Module, device: torch.device, bf16: bool, frozen: bool) -> None:
+        self.model, self.device, self.bf16 = model.eval().requires_grad_(not frozen), device, bf16
         self.shift = nn.Parameter(torch.zeros(1, 3, 1, 1, device=device))
-        groups: list[dict[str, Any]] = [{"params": [self.shift], "lr": 0.0, "base_lr": 0.0}]
+        trained = [self.shift] if frozen else list(model.parameters())
+        groups: list[dict[str, Any]] = [{"params": trained, "lr": 0.0, "base_lr": 0.0}]
         optimizer = make_optimizer(Recipe(), groups, device if device.type == "cuda" else None)
         self.step = TrainingStep(self, optimizer, device, bf16, graphs=True)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(images + self.shift).float().mean(), torch.zeros((), dtype=torch.int64, device=self.device)
 
-    def calls(self, images: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
-        forward = answering(self.model, self.device, self.bf16, Recorder(self.device))
+    def taking_steps(self, images: Tensor, labels: Tensor) -> Callable[[], object]:
         step = partial(self.step, images, labels, 1.0)
         warm_up(step, self.device)
-        return {"forward": partial(forward, images), "both": step}
+        return step
+
+    def answering(self, images: Tensor) -> Callable[[], object]:
+        return partial(answering(self.model, self.device, self.bf16, Recorder(self.device)), images)
 
 
 def answering(
@@ -97,7 +102,7 @@ def measure(
     count = batch or BATCH[clock.device.type]
     for name in names:
         METHODS.check(name)
-    result = Result(f"Methods on {clock.device.type}")
+    result = Result(f"Methods on {clock.device.type}", kind=KIND)
     said: dict[str, Any] = {}
     left_out = []
     for name in names or METHODS.names():
@@ -127,35 +132,42 @@ def _rows(clock: Clock, name: str, backbone: str, batch: int, folder: Path, said
     loop = parts.loop(RunFolder(folder))
     loop.bf16 = bf16
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1)).to(clock.device)
+    labels = torch.zeros(batch, dtype=torch.int64, device=clock.device)
     with torch.device(clock.device):
-        frozen = Frozen(create_model(backbone, num_classes=0), clock.device, bf16)
+        frozen, tuned = (
+            Plain(create_model(backbone, num_classes=0), clock.device, bf16, frozen) for frozen in (True, False)
+        )
+    counter = PassCounter(frozen.model, images)
     rows: list[Row] = []
 
-    def row(what: str, seconds: Mapping[str, float], learning: int, backward: int, loop: Loop) -> Row:
+    def row(what: str, found: Passes, call: Callable[[], object]) -> Row:
+        calls = {"own": call, "forward": frozen.answering(images)}
+        if found.through:
+            calls["through"] = frozen.taking_steps(images, labels)
+        if found.training:
+            calls["training"] = tuned.taking_steps(images, labels)
+        seconds = clock.in_turn(calls, IN_A_ROW)
         forward, own = seconds["forward"], seconds["own"]
-        explained = (learning - backward) * forward + backward * seconds["both"]
-        passes = f"{learning}" + (f", {backward} with backward" if backward else "")
+        explained = sum(getattr(found, kind) * seconds[kind] for kind in calls if kind != "own")
         return {
             "method": name, "backbone": backbone, "what": what, "ms": 1e3 * own, "/_forward": own / forward,
-            "passes": passes, "by_passes": explained / forward, "measured_/_by_passes": own / explained,
+            "passes": found.passes, "forward": found.forward, "through": found.through, "training": found.training,
+            "by_passes": explained / forward, "measured_/_by_passes": own / explained,
             f"above_{LIMIT}": "!" if own > LIMIT * explained else "",
         }  # fmt: skip
 
     with products("bf16" if bf16 else "float32"):
         for phase, step, last in _steps(loop, images):
             if last:
+                passes = counter.count(loop.method.model, step)
                 warm_up(step, clock.device)
-                labels = torch.zeros(batch, dtype=torch.int64, device=clock.device)
-                seconds = clock.in_turn({**frozen.calls(images, labels), "own": step}, IN_A_ROW)
-                passes = passes_of(loop.method)
-                rows.append(row(f"step{phase}", seconds, passes.learning, passes.backward, loop))
+                rows.append(row(f"step{phase}", passes, step))
                 if clock.device.type == "cuda":
                     rows[-1]["recorded"] = getattr(loop.step, "_recorded", None) is not None
         method = loop.method
+        passes = counter.count(method.model, partial(answering(method.answer, clock.device, bf16, None), images))
         answer = answering(method.answer, clock.device, bf16, loop.recorder if method.recordable else None)
-        labels = torch.zeros(batch, dtype=torch.int64, device=clock.device)
-        seconds = clock.in_turn({**frozen.calls(images, labels), "own": partial(answer, images)}, IN_A_ROW)
-        rows.append(row("test image", seconds, passes_of(method).answering, 0, loop))
+        rows.append(row(ANSWER, passes, partial(answer, images)))
     return rows
 
 
@@ -183,3 +195,29 @@ def _steps(loop: Loop, images: Tensor) -> Iterator[tuple[str, partial[None], boo
             yield f", {phase.name}" if phase.name else "", step, last
         loop.optimizer = loop.step = None
         loop._consolidate(task)
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """A line with command, commit, machine and date; a table with a row per method: its slowest step and its answer."""
+    methods: dict[tuple[str, str], dict[bool, Row]] = {}
+    for row in record["rows"]:
+        found, trains = methods.setdefault((row["method"], row["backbone"]), {}), row["what"] != ANSWER
+        if trains not in found or row["ms"] > found[trains]["ms"]:
+            found[trains] = row
+    lines = [
+        [f"`{method}`", backbone, *(cell for trains in (True, False) for cell in _cells(found.get(trains)))]
+        for (method, backbone), found in methods.items()
+    ]
+    head = ["method", "backbone", "step / forward", "passes", "/ passes", "answer / forward", "passes", "/ passes"]
+    machine, options = record["machine"], record["options"]
+    words = ["`mambacl bench methods`", *([f"commit {record['commit']}"] if record.get("commit") else [])]
+    words.append(str(machine.get("cpu", machine["device"]) if options["device"] == "cpu" else machine["device"]))
+    words += [f"{machine['threads']} threads, {machine['vectors']}"] if options["device"] == "cpu" else []
+    words += [f"PyTorch {record['versions']['torch']}", record["date"][:10]]
+    return "; ".join(words) + f".\n\n{pipe_table(head, lines)}"
+
+
+def _cells(row: Row | None) -> list[str]:
+    if row is None:
+        return ["", "", ""]
+    return [str(shown(float(row[name]))) for name in ("/_forward", "passes", "measured_/_by_passes")]

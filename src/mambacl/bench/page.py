@@ -3,7 +3,7 @@
     python -m mambacl.bench.page README.md docs/settings.md docs/speed.md
 
 Replaces the text between `<!-- table: FILE -->` and `<!-- end -->` by a table of FILE, relative to the page. FILE holds
-speeds, from `mambacl bench against --json FILE` or `mambacl bench exports --json FILE`, a plan from `mambacl plan
+speeds, from `mambacl bench against`, `bench exports` or `bench methods` with `--json FILE`, a plan from `mambacl plan
 --gpus N --json FILE`, or accuracies. Files of plans and of accuracies have several tables; `<!-- table: FILE NAME -->`
 picks one. A file of accuracies has
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench import exports
+from mambacl.bench import exports, methods
 from mambacl.bench.peers import OURS
 from mambacl.bench.result import Row, shown
 from mambacl.errors import UserError
@@ -44,6 +44,8 @@ def with_tables(page: str, folder: Path) -> str:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("kind") == exports.KIND:
             lines = exports.markdown(record)
+        elif record.get("kind") == methods.KIND:
+            lines = methods.markdown(record)
         elif record.get("kind") == planning.KIND:
             lines = gpu_plans.markdown(record, match["name"])
         else:

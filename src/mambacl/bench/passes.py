@@ -1,47 +1,72 @@
-"""How many forward passes each method makes through the backbone; docs/rivals.md has the same figures.
+"""Counts the passes that a call makes through a backbone, by what the linear layers of its blocks are given.
 
-A method that is not listed makes one per training image, with a backward pass, and one per test image. A phase of a
-method that differs from it has its own entry: the method's name and the phase's.
+A pass costs more with prompt tokens, less if it ends early, and its backward pass less if no weights train. So work is
+counted: the rows that each layer gets, times its size, by what the backward pass has to do there.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from mambacl.methods import Method
+from mambacl.tuning.recomputing import blocks_of
 
 
 @dataclass(frozen=True)
 class Passes:
-    learning: int = 1
-    """per training image and step, after the first task"""
-    backward: int = 1
-    """of these, the ones with a backward pass"""
-    answering: int = 1
-    """per test image, after the first task"""
+    """What a call does in a backbone, as multiples of one forward pass of the same images."""
+
+    passes: float
+    """the passes, whatever their number of tokens"""
+    forward: float
+    """work of those without a backward pass"""
+    through: float
+    """work of those whose backward pass only carries gradients on to earlier layers or added ones"""
+    training: float
+    """work of those whose backward pass also gives the gradients of weights"""
+
+    @property
+    def work(self) -> float:
+        return self.forward + self.through + self.training
+
+    def __truediv__(self, one: float) -> "Passes":
+        return Passes(*(getattr(self, field.name) / one for field in fields(self)))
 
 
-QUERY = Passes(2, 1, 2)  # the feature of the fixed model first
-HEADS = Passes(1, 0, 1)  # only heads train
-PASSES = {
-    **dict.fromkeys(("l2p", "l2p-pgp", "dualprompt", "dualprompt-pgp", "coda-prompt", "evoprompt", "lgcl"), QUERY),
-    "os-prompt": Passes(2, 1, 1),
-    "cprompt": Passes(3, 2, 2),
-    "cprompt-kac": Passes(3, 2, 2),
-    "lae": Passes(1, 1, 2),
-    "lae head": Passes(1, 0, 2),
-    "c-ln": Passes(1, 1, 2),
-    "c-ln keys": Passes(1, 0, 2),
-    "c-ln head": Passes(2, 0, 2),
-    "ovor outliers": HEADS,
-    "aper": Passes(1, 1, 2),
-    "frozen": HEADS,
-}
+class PassCounter:
+    """Counts in models of one architecture, whose layers it knows by name."""
 
+    def __init__(self, backbone: nn.Module, images: Tensor) -> None:
+        blocks = set(blocks_of(backbone))
+        inside = {layer for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)}
+        self.names = [name for name, module in backbone.named_modules() if module in inside]
+        with torch.no_grad():
+            single = self._count(backbone, partial(backbone, images))
+        self.pass_size, self.work = single.passes, single.forward
 
-def passes_of(method: Method) -> Passes:
-    """The passes of a method in the task and phase that it is in."""
-    name = method.name
-    found = PASSES.get(f"{name} {method.current.name}", PASSES.get(name, Passes()))
-    answering = method.task + 1 if name == "ease" else found.answering  # one per task's adapters
-    return replace(found, answering=answering * len(method.views(torch.empty(0, 0, 0, 0))))
+    def count(self, backbone: nn.Module, call: Callable[[], object]) -> Passes:
+        """The passes of a call through a backbone, which can have more layers than the one that was given first."""
+        found = self._count(backbone, call)
+        work = found / self.work
+        return Passes(found.passes / self.pass_size, work.forward, work.through, work.training)
+
+    def _count(self, backbone: nn.Module, call: Callable[[], object]) -> Passes:
+        size, work = 0, [0, 0, 0]
+
+        def seen(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *_: Any) -> None:
+            nonlocal size
+            weight: Tensor = layer.weight  # type: ignore[assignment]
+            kind = 0 if not output.requires_grad else 1 if not weight.requires_grad else 2
+            size += weight.numel()
+            work[kind] += inputs[0].numel() // weight.shape[1] * weight.numel()
+
+        handles = [backbone.get_submodule(name).register_forward_hook(seen) for name in self.names]
+        try:
+            call()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Passes(size, *work)

@@ -35,9 +35,12 @@ class Result:
     notes: list[str] = field(default_factory=list)
     left_out: tuple[str, ...] = ()
     """columns that the table does not show"""
+    kind: str = ""
+    """how a page shows the JSON file, if in a way of its own"""
 
     def as_dict(self) -> dict[str, Any]:
-        return {"title": self.title, "rows": self.rows, "notes": self.notes}
+        kind = {"kind": self.kind} if self.kind else {}
+        return {**kind, "title": self.title, "rows": self.rows, "notes": self.notes}
 
 
 def text(result: Result) -> str:
