@@ -156,7 +156,7 @@ def test_passes_are_counted_right(name: str, tiny_model_for: Callable[[str], tor
         assert len(seen) == found.passes
         trained = {name for group in method.named_parameters().values() for name, _ in group}
         assert (found.training > 0) == any(name.endswith(".weight") and "blocks" in name for name in trained)
-        assert (found.through > 0) == (name in ("coda-prompt", "os-prompt"))
+        assert (found.through > 0) == (name != "frozen")  # fine-tuning leaves some layers of a Mamba block alone
     with torch.no_grad():
         method.fit_classifier([(images, labels)]) if not method.trains else None
         seen.clear()

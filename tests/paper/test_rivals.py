@@ -162,7 +162,16 @@ def test_processes_share_the_runs_and_the_table_goes_into_a_page(
     run = made["runs"][folders[0].name]
     assert run["state_bytes"] == results["state_bytes"] > 0 and run["correct"] == results["correct"][-1]
 
-    (tmp_path / "rivals.json").write_text(json.dumps(made))
+    earlier = tmp_path / "rivals.json"
+    earlier.write_text(json.dumps(made))
+    listed = [*NANO, *names, "--out", str(tmp_path / "empty"), "--earlier", str(earlier), "--dry-run"]
+    assert main(listed) == 0 and "Runs: 2, finished: 2." in capsys.readouterr().out
+    assert main([*listed, "--training.passes", "2"]) == 0 and "finished: 0." in capsys.readouterr().out
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "train", lambda *_, **__: pytest.fail("trained"))
+        assert main(listed[:-1]) == 0
+    again = json.loads((tmp_path / "empty" / "nano" / "paper-main.json").read_text())
+    assert all(again[key] == made[key] for key in ("rows", "tables", "runs"))
     page = with_tables("<!-- table: rivals.json fashion-mnist-small-5 -->\n<!-- end -->", tmp_path)
     assert f"| L2P | vit_nano | {row['accuracy'][0]:.1f} |" in page and "| simplecil | vit_nano |" in page
     assert with_tables(page, tmp_path) == page
@@ -170,6 +179,15 @@ def test_processes_share_the_runs_and_the_table_goes_into_a_page(
 
 def _broken() -> None:
     raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("text", [None, "[]", "{}", '{"runs": {"a": {}}}', '{"runs": '])
+def test_an_earlier_table_that_is_none(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "earlier.json"
+    if text is not None:
+        path.write_text(text)
+    assert main([*NANO, "--earlier", str(path), "--dry-run"]) == 2
+    assert "cannot be read as a table of `mambacl paper`" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("few_test_images")

@@ -49,6 +49,9 @@ def paper(
     finished: Annotated[
         bool, "train nothing: write the table from the finished runs, also from another machine"
     ] = False,
+    earlier: Annotated[
+        Path | None, "a table's .json file, from another day or machine: its runs count as finished"
+    ] = None,
     part: Annotated[
         str,
         "I/N: train only every N-th run from the I-th on, and write no table, so that N processes share the runs",
@@ -80,7 +83,7 @@ def paper(
     from mambacl.paper.runner import jobs, records, say
 
     folder = out / scale
-    work = jobs(chosen, folder, root, overrides, anywhere=finished)
+    work = jobs(chosen, folder, root, overrides, finished, earlier)
     if dry_run:
         return _list(work)
     if not finished:
@@ -88,8 +91,8 @@ def paper(
     if part:
         return say("Without --part, the same command writes the table.")
     if finished or len(chosen) < len(plan):  # with --only, the table also shows the design's earlier runs
-        there = [run for run in plan if (folder / run.key / "config.yaml").is_file()]
-        work = jobs(there, folder, root, overrides, anywhere=finished)
+        known = jobs(plan, folder, root, overrides, finished, earlier)
+        work = [job for job in known if job.state != "not started"]
     from mambacl.paper.rendering import render  # late, because drawing needs further libraries
 
     text, path = render(design, records(work), folder, scale)

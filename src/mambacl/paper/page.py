@@ -134,6 +134,7 @@ def _numbers(run: RunRecord) -> dict[str, Any]:
         **{key: getattr(run, key) for key in ("method", "backbone", "seed")},
         "benchmark": benchmark_of(run),
         **{key: results[key] for key in copied if key in results},
+        "classes": [len(task) for task in run.tasks],
         "correct": results["correct"][-1],
         "total": results["total"],
         "training": {key: training[key] for key in recipe if key in training},

@@ -1,5 +1,7 @@
 """Trains the runs of a design: skips finished runs, continues interrupted ones and trains the others."""
 
+import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ class Job:
     config: RunConfig
     state: str
     """finished, interrupted, not started, or what is wrong with the folder"""
+    earlier: Mapping[str, Any] | None = None
+    """the run's entry in the file of an earlier table, if it is finished there and has no folder here"""
 
     @property
     def open(self) -> bool:
@@ -44,19 +48,48 @@ def jobs(
     root: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     anywhere: bool = False,
+    earlier: Path | None = None,
 ) -> list[Job]:
     """The configuration and state of each run, known before any work starts.
 
     `root` has a folder per data set at the scale paper, and is CIFAR-100's folder at the scale nano. `overrides`
     override the benchmark's options; what a design varies overrides both. `anywhere`: also accepts runs whose data were
-    in another folder, as on another machine.
+    in another folder, as on another machine. `earlier`: the JSON file of an earlier table, whose runs
+    count as finished if they were trained as planned here.
     """
     _check_presets(plan)
+    there = earlier_runs(earlier) if earlier else {}
     made = []
     for run in plan:
         config = run_config(run, out, root, overrides or {})
-        made.append(Job(run, config, state_of(config, root is not None and not anywhere)))
+        state, entry = state_of(config, root is not None and not anywhere), there.get(run.key)
+        if entry and state == "not started" and _is_of(entry, config):
+            made.append(Job(run, config, "finished", entry))
+        else:
+            made.append(Job(run, config, state))
     return made
+
+
+def earlier_runs(path: Path) -> dict[str, dict[str, Any]]:
+    """The runs in the JSON file of a table, by name."""
+    try:
+        found = json.loads(path.read_bytes())["runs"]
+        for run in found.values():
+            _ = run["classes"], run["training"], run["options"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be read as a table of `mambacl paper` ({type(error).__name__}): name a paper-NAME.json "
+            "that this command has written."
+        ) from None
+    return dict(found)
+
+
+def _is_of(entry: Mapping[str, Any], config: RunConfig) -> bool:
+    """Whether a run of an earlier table was trained as the run is planned now."""
+    given = config.as_dict()
+    return all(given["training"].get(key) == value for key, value in entry["training"].items()) and (
+        given["options"] == entry["options"]
+    )
 
 
 def run_config(run: PlannedRun, out: Path, root: Path | None, overrides: Mapping[str, Any]) -> RunConfig:
@@ -148,11 +181,21 @@ def part_of(items: Sequence[T], part: str) -> list[T]:
 
 def records(work: Sequence[Job]) -> list[tuple[PlannedRun, RunRecord]]:
     """The records of all runs with results, finished or not."""
-    return [
-        (job.planned, load_run(job.config.folder))
-        for job in work
-        if RunFolder(job.config.folder).has_results() and not job.state.startswith("another")
-    ]
+    found = []
+    for job in work:
+        if job.earlier is not None:
+            found.append((job.planned, _record(job, job.earlier)))
+        elif RunFolder(job.config.folder).has_results() and not job.state.startswith("another"):
+            found.append((job.planned, load_run(job.config.folder)))
+    return found
+
+
+def _record(job: Job, entry: Mapping[str, Any]) -> RunRecord:
+    """A run of an earlier table, of which only the last counts are known."""
+    ends = list(itertools.accumulate(entry["classes"], initial=0))
+    tasks = [list(range(first, end)) for first, end in itertools.pairwise(ends)]
+    results = {**entry, "correct": [entry["correct"]], "tasks": tasks, "status": "finished"}
+    return RunRecord(Path(job.config.folder), results, job.config.as_dict())
 
 
 def say(words: str) -> None:
