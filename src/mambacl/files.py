@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from mambacl.errors import UserError
 from mambacl.log import logger
@@ -393,34 +393,46 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], text: Mapping[str, 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Reads tensors and text from a file that `write_tensors` wrote. Raises a `UserError` if it is damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = dict(file.metadata() or {})
-            # copies, so that the file can be replaced
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise UserError(f"The file {path} does not exist.") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged ({error}).") from None
-    checksum = text.pop(CHECKSUM, None)
-    if checksum is not None and checksum != _checksum({n: zlib.crc32(_bytes(t)) for n, t in tensors.items()}):
-        raise UserError(f"{path} is damaged: its contents do not match their checksum.")
+    with opened(path) as file:
+        text = dict(file.metadata() or {})
+        # copies, so that the file can be replaced
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    _check(path, text.pop(CHECKSUM, None), {n: zlib.crc32(_bytes(t)) for n, t in tensors.items()})
     for alias in [key for key in text if key.startswith(ALIAS)]:
         tensors[alias.removeprefix(ALIAS)] = tensors[text.pop(alias)]
     return tensors, text
 
 
+def check_tensors(path: Path) -> None:
+    """Raises a `UserError` if a file that `write_tensors` wrote is damaged. Reads one tensor after another."""
+    with opened(path) as file:
+        sums = {name: zlib.crc32(_bytes(file.get_tensor(name))) for name in file.keys()}  # noqa: SIM118
+        _check(path, (file.metadata() or {}).get(CHECKSUM), sums)
+
+
 def read_text(path: Path) -> dict[str, str]:
     """Only the text of a file that `write_tensors` wrote. Does not look for damage in the tensors."""
+    with opened(path) as file:
+        return dict(file.metadata() or {})
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, to read some of it. Raises a `UserError` if it is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"The file {path} does not exist.") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}).") from None
+
+
+def _check(path: Path, checksum: str | None, sums: Mapping[str, int]) -> None:
+    if checksum is not None and checksum != _checksum(sums):
+        raise UserError(f"{path} is damaged: its contents do not match their checksum.")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

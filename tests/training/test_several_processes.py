@@ -24,10 +24,12 @@ import mambacl
 from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
+from mambacl.files import read_tensors
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace import NullSpace
 from mambacl.nullspace.shards import is_cut, whole
-from mambacl.training import checkpoints
+from mambacl.training import checkpoints, parts
+from mambacl.training.clipping import clip_gradients
 from mambacl.training.loop import TrainingError
 from mambacl.training.sharding import cut
 from mambacl.training.step import TrainingStep
@@ -161,6 +163,13 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """Of a checkpoint, with those that are in parts."""
+    tensors, text = read_tensors(path)
+    found = parts.named_by(path, text)
+    return tensors if found is None else {**tensors, **parts.read(found)}
+
+
 def assert_same_outcome(folder: Path, alone: Path) -> None:
     """Stream, counted images and results; parameters and statistics within the rounding of float32."""
     one, other = results(folder), results(alone)
@@ -174,7 +183,7 @@ def assert_same_outcome(folder: Path, alone: Path) -> None:
     names = ["last.safetensors", *(path.name for path in (alone / "checkpoints").glob("task-*"))]
     compared = 0
     for name in names:
-        a, b = (load_file(where / "checkpoints" / name) for where in (folder, alone))
+        a, b = (tensors_of(where / "checkpoints" / name) for where in (folder, alone))
         assert a.keys() == b.keys()
         for key, tensor in b.items():
             if key.startswith("random.") or not tensor.is_floating_point() or not tensor.numel():
@@ -228,13 +237,13 @@ def test_a_run_resumes_on_another_number_of_processes(tmp_path: Path, shard: boo
     assert results(tmp_path / "run")["status"] == "interrupted"
     on_ranks(3, resume_it, tmp_path / "run")
     assert_same_outcome(tmp_path / "run", tmp_path / "1")
-    assert "optimizer." not in "".join(load_file(tmp_path / "run" / "checkpoints" / "last.safetensors"))
+    assert "optimizer." not in "".join(tensors_of(tmp_path / "run" / "checkpoints" / "last.safetensors"))
 
 
 def stop_it(folder: Path, training: dict[str, Any], shard: bool) -> None:
     stopped(folder, 6, training=training, shard=shard)
     if processes.is_first():
-        kept = load_file(folder / "checkpoints" / "last.safetensors")
+        kept = tensors_of(folder / "checkpoints" / "last.safetensors")
         assert any(name.startswith("optimizer.") for name in kept)
 
 
@@ -314,19 +323,71 @@ def test_every_backbone_can_be_cut() -> None:
                 assert_near(gradients[parameter], gradient, TERMS, f"{name} {parameter}", largest)
 
 
-def test_what_needs_whole_weights_is_refused(tmp_path: Path) -> None:
-    for words, wanted in (
-        ({"method": "ease"}, "'ease' needs whole weights"),
-        ({"method": "sequential", "training": {**SGD, "clip": 1.0}}, "cannot be clipped"),
-        ({"method": "sequential", "audit_images": 4}, "audit_images to 0"),
-    ):
-        found = outcomes(2, train_with, tmp_path / "run", {**words, "shard": True})
-        assert all(isinstance(one.error, UserError) and wanted in str(one.error) for one in found)
+def test_a_method_that_needs_whole_weights_is_refused(tmp_path: Path) -> None:
+    found = outcomes(2, train_few, tmp_path / "run", {"method": "ease", "shard": True})
+    assert all(isinstance(one.error, UserError) and "'ease' needs whole weights" in str(one.error) for one in found)
     assert not (tmp_path / "run").exists()
 
 
-def train_with(folder: Path, overrides: dict[str, Any]) -> None:
-    train(folder, **overrides)
+def clipped(shard: bool, clip: float) -> list[Tensor]:
+    """Gradients of a cut layer of seven rows and of a layer beside it, as a step has clipped them."""
+    torch.manual_seed(0)
+    backbone, head = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.GELU()), nn.Sequential(nn.GELU())), nn.Linear(7, 3)
+    images, labels = torch.randn(6, 5), torch.arange(6) % 3
+    if shard:
+        cut(backbone)
+    parameters = [*backbone.parameters(), *head.parameters()]
+    torch.nn.functional.cross_entropy(head(backbone(images)), labels).backward()
+    clip_gradients(parameters, clip)
+    return [whole(p.grad) for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_gradients_of_cut_and_whole_weights_are_clipped_together(clip: float) -> None:
+    alone = clipped(False, clip)
+    norm = torch.nn.utils.get_total_norm(alone)
+    assert len(alone) == 4 and (norm == pytest.approx(clip, rel=1e-4) if clip < 1 else 0.1 < norm < clip)
+    for found in on_ranks(2, clipped, True, clip):
+        for one, other in zip(found, alone, strict=True):
+            assert_near(one, other, 100)
+
+
+def audits(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "audit.json").read_text())["tasks"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_a_cut_model_is_clipped_and_audited_like_a_whole_one(tmp_path: Path) -> None:
+    overrides = {"training": {**SGD, "clip": 0.5}, "audit_images": 4}
+    train(tmp_path / "1", **overrides)
+    on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
+    assert_same_outcome(tmp_path / "2", tmp_path / "1")
+    kept = sorted((tmp_path / "1" / "checkpoints").glob("audit-*"))
+    assert len(kept) == 3
+    for path in kept:
+        for name, tensor in load_file(path).items():
+            assert_near(load_file(tmp_path / "2" / "checkpoints" / path.name)[name], tensor, TERMS, name)
+    for one, other in zip(audits(tmp_path / "2"), audits(tmp_path / "1"), strict=True):
+        assert (
+            all(one[key] == other[key] for key in ("task", "images")) and one["drift"].keys() == other["drift"].keys()
+        )
+        for block, drifts in other["drift"].items():
+            for quantity, moved in drifts.items():  # of outputs that agree to rounding
+                assert abs(one["drift"][block][quantity] - moved) <= rounding(TERMS), (block, quantity)
+    assert max(max(one.values()) for one in audits(tmp_path / "1")[0]["drift"].values()) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+@pytest.mark.parametrize("kind", ["linear", "adc"])
+def test_drift_is_corrected_with_a_cut_model(kind: str, tmp_path: Path) -> None:
+    """adc needs gradients of the images under the weights from before the task."""
+    options = {"classifier": "gaussian", "classifier_options": {"drift": kind}}
+    overrides = {"method": "sequential", "training": SGD, **options}
+    train(tmp_path / "1", **overrides)
+    on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
+    assert_same_outcome(tmp_path / "2", tmp_path / "1")
 
 
 # Mistakes

@@ -27,6 +27,7 @@ from mambacl.classifiers.registry import CLASSIFIERS
 from mambacl.errors import UserError
 from mambacl.features import FeatureOptions
 from mambacl.nullspace import Setting
+from mambacl.nullspace.shards import cut_like, let_go
 from mambacl.ops.precision import at_least_float32, full_precision
 from mambacl.options import build_config
 from mambacl.stored import StoredImages
@@ -337,17 +338,18 @@ class Method:
     @contextmanager
     def with_values(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Within it, the trained parameters have these values."""
-        trained = dict(self.tuning.trained())
-        now = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        now = {name: parameter.detach().clone() for name, parameter in self.tuning.trained()}
         try:
-            with torch.no_grad():
-                for name, parameter in trained.items():
-                    parameter.copy_(values[name])
+            self._set_values(values)
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in trained.items():
-                    parameter.copy_(now[name])
+            self._set_values(now)
+
+    @torch.no_grad()
+    def _set_values(self, values: Mapping[str, Tensor]) -> None:
+        let_go(self.model)
+        for name, parameter in self.tuning.trained():
+            parameter.copy_(values[name])
 
     def _learned_views(self, images: Tensor) -> list[Tensor]:
         return [images, images.flip(3)] if self.setup.features.mirror != "none" else [images]
@@ -478,7 +480,8 @@ class Method:
             self.classifier.to(self.device)
             self._follow_heads()
             start = {name.removeprefix(START): t for name, t in state.items() if name.startswith(START)}
-            self.start = {name: tensor.to(self.device) for name, tensor in start.items()}
+            trained = dict(self.tuning.trained()) if start else {}
+            self.start = {name: cut_like(tensor, trained[name]) for name, tensor in start.items()}
             self._load_calibration(state)
 
     def _load_calibration(self, state: Mapping[str, Tensor]) -> None:

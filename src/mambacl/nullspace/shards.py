@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mambacl.errors import UserError
 from mambacl.nullspace.blocks import Part
@@ -74,21 +74,32 @@ def rows_of(tensor: Tensor) -> Rows | None:
     """None for a tensor that every rank holds completely."""
     if not is_cut(tensor):
         return None
+    rows = rows_on_this_rank(len(tensor), tensor)
     cut: Any = tensor
+    if rows is not None and len(cut.to_local()) != rows.end - rows.start:
+        raise _other_placement(cut)
+    return rows
+
+
+def rows_on_this_rank(size: int, like: Tensor) -> Rows | None:
+    """Which of so many rows this rank holds, of a tensor that is cut like another one; None if it holds all."""
+    cut: Any = like
     over = [axis for axis, placement in enumerate(cut.placements) if not placement.is_replicate()]
     if not over:
         return None
-    axis, size = over[0], len(cut)
-    ranks = cut.device_mesh.size(axis)
-    each = -(-size // ranks)
+    axis = over[0]
+    if len(over) > 1 or not cut.placements[axis].is_shard(0):
+        raise _other_placement(cut)
+    each = -(-size // cut.device_mesh.size(axis))
     start = min(cut.device_mesh.get_local_rank(axis) * each, size)
-    end = min(start + each, size)
-    if len(over) > 1 or not cut.placements[axis].is_shard(0) or len(cut.to_local()) != end - start:
-        raise UserError(
-            f"NullSpace reads parameters cut along their first axis, as fully_shard does, not {cut.placements}: use "
-            "fully_shard with its default placement."
-        )
-    return Rows(start, end, cut.device_mesh.get_group(axis))
+    return Rows(start, min(start + each, size), cut.device_mesh.get_group(axis))
+
+
+def _other_placement(cut: Any) -> UserError:
+    return UserError(
+        f"NullSpace reads parameters cut along their first axis, as fully_shard does, not {cut.placements}: use "
+        "fully_shard with its default placement."
+    )
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout | None:
@@ -116,14 +127,28 @@ def cut_like(tensor: Tensor, other: Tensor) -> Tensor:
     rows = rows_of(other)
     if not is_cut(other) or is_cut(tensor):
         return tensor.to(other.device)
+    return with_rows(tensor if rows is None else tensor[rows.start : rows.end], len(tensor), other)
+
+
+def with_rows(own: Tensor, size: int, like: Tensor) -> Tensor:
+    """A tensor of so many rows, cut like another one, of which this rank holds `own`."""
     from torch.distributed.tensor import DTensor
 
-    like: Any = other
-    own = tensor if rows is None else tensor[rows.start : rows.end]
+    cut: Any = like
+    shape = torch.Size((size, *own.shape[1:]))
     return DTensor.from_local(
-        own.to(like.device).clone(), like.device_mesh, like.placements, run_check=False, shape=like.shape,
-        stride=like.stride(),
+        own.to(cut.device).clone(), cut.device_mesh, cut.placements, run_check=False, shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )  # fmt: skip
+
+
+def let_go(model: nn.Module) -> None:
+    """Frees the whole parameters that FSDP2 has kept since the last pass without a backward pass. Before parameters
+    change: the next pass would not see it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def of_whole_shape(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

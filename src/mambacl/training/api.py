@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mambacl import ops, processes
 from mambacl.config import RunConfig, resolve
 from mambacl.errors import UserError
@@ -179,7 +181,7 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
             weights = checkpoints.backbone_state(parts.model)
             folder.checkpoints.mkdir(exist_ok=True)
             processes.decide(lambda: checkpoints.save_backbone(folder, weights))
-        checkpoint = processes.decide(lambda: checkpoints.load(folder)) if started else None
+        checkpoint = checkpoints.load(folder, parts.model) if started else None
         if checkpoint is not None:
             position = checkpoint.position
             logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
@@ -244,7 +246,8 @@ def _at_task_end(
     folder: RunFolder, config: RunConfig, with_task_state: bool = False
 ) -> tuple[Parts, checkpoints.Checkpoint]:
     """A run's parts at the end of its latest task. `with_task_state` also loads what only training needs."""
-    checkpoint = task_end(folder)
+    if checkpoints.task_end_file(folder) is None:
+        raise _no_task(folder)
     if folder.made_from_checkpoint():
         raise UserError(
             f"{folder.path} was made from a checkpoint and has no test images: compare its models on your own with "
@@ -253,16 +256,22 @@ def _at_task_end(
     _check_root(folder, config)
     parts = build(config, folder)
     check_stream(folder, parts.described.result())
+    checkpoint = task_end(folder, parts.model)
     load_method(folder, parts.method, checkpoint, with_task_state)
     return parts, checkpoint
 
 
-def task_end(folder: RunFolder) -> checkpoints.Checkpoint:
-    """The checkpoint at the end of the latest task of the training, with what the method has learned since."""
-    checkpoint = checkpoints.load_task_end(folder)
+def task_end(folder: RunFolder, model: nn.Module | None = None) -> checkpoints.Checkpoint:
+    """The checkpoint at the end of the latest task of the training, with what the method has learned since. `model`:
+    see `checkpoints.load`."""
+    checkpoint = checkpoints.load_task_end(folder, model)
     if checkpoint is None:
-        raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
+        raise _no_task(folder)
     return learned.as_now(folder, checkpoint)
+
+
+def _no_task(folder: RunFolder) -> UserError:
+    return UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
 
 
 def load_method(
@@ -295,9 +304,7 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
         with terminable(), arithmetic(config), show(progress, folder) if processes.is_first() else nullcontext():
             loop.run(checkpoint)
             with parts.watch.phase("audit"):
-                moved = parts.method.moved()
-                if processes.is_first():
-                    auditing.audit(folder, parts.model, len(parts.stream.tasks), moved)
+                auditing.audit(folder, parts.model, len(parts.stream.tasks), parts.method.moved())
             results = loop.write_results("finished")
             processes.wait()  # until the first has written it
         trackers.finish(results)

@@ -3,12 +3,15 @@
 With `audit_images`, `checkpoints/audit-NN.safetensors` holds images of a task and every block's output for them at the
 end of the task. `audit.json` says how far these outputs have drifted since, and how much of each update fell into
 protected directions.
+
+Several processes do the same together, because the model can be cut among them. The first writes.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.files import read_tensors, write_tensors
 from mambacl.nullspace.audit import drift, record
@@ -19,7 +22,8 @@ from mambacl.training.folder import RunFolder, audit_file
 def keep(folder: RunFolder, task: int, model: nn.Module, images: Tensor) -> None:
     """Saves some images of the task that has just ended, and the model's outputs for them."""
     outputs = {name: tensor.cpu() for name, tensor in record(model, find_blocks(model), images).items()}
-    write_tensors(folder.checkpoints / audit_file(task), {"images": images.cpu(), **outputs}, {})
+    if processes.is_first():
+        write_tensors(folder.checkpoints / audit_file(task), {"images": images.cpu(), **outputs}, {})
 
 
 def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -41,5 +45,6 @@ def audit(folder: RunFolder, model: nn.Module, tasks: int, moved: list[dict[str,
         protected = [name for name in roles if name in rows and rows[name].any()]  # in the model's order
         parts = [{"part": name, **roles[name], "moved": rows[name].tolist()} for name in protected]
         updates.append({"task": task, "parts": parts})
-    folder.write_audit({"after": tasks, "tasks": kept, "updates": [row for row in updates if row["parts"]]})
+    content = {"after": tasks, "tasks": kept, "updates": [row for row in updates if row["parts"]]}
+    processes.decide(lambda: folder.write_audit(content))
     return folder.audit()

@@ -161,7 +161,7 @@ def build(
         method = _method(config, folder, stream, method_class, model)
         check_parts(config.training, method)
         if shards(config):
-            check_sharded(config, method)
+            check_sharded(method)
     return Parts(config, model, stream, method, device, loop, watch, described)
 
 

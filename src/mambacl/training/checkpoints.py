@@ -7,6 +7,7 @@
     last.safetensors      written each epoch: trained parameters, optimizer, random states, position and counts
     previous.safetensors  the one before it
     task-end.safetensors  the last one that was written at the end of a task
+    parts-NNNNNN/         of a model that is cut, the rows of each process; the files above name it: `training.parts`
 
 Writing `last.safetensors` commits a checkpoint: it names the other files that belong to it. At the end of a task,
 results.json and then `task-end.safetensors` follow. A process can be killed between any two of these steps, so readers
@@ -31,7 +32,9 @@ from mambacl.errors import UserError
 from mambacl.files import keep_as, read_tensors, read_text, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace.shards import cut_like, is_cut, whole
+from mambacl.training import parts
 from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
+from mambacl.training.parts import Parts
 
 START_AGAIN = "Start the run again: `mambacl train` with --overwrite."
 
@@ -120,6 +123,11 @@ class TaskState:
     def nbytes(self) -> int:
         return nbytes(self.tensors)
 
+    def with_parts(self, folder: RunFolder) -> "TaskState":
+        """Writes the parts of a model that is cut, and names them. All processes call it."""
+        tensors, text = parts.write(folder.checkpoints, self.tensors)
+        return dataclasses.replace(self, tensors=tensors, text={**self.text, **text})
+
     def write(self, folder: RunFolder) -> None:
         write_tensors(folder.checkpoints / self.name, self.tensors, self.text)
 
@@ -129,18 +137,26 @@ def nbytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
 
 
-def contents(
-    position: Position, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor], copied: bool
-) -> tuple[Position, dict[str, Tensor], dict[str, str]]:
-    """The contents of a checkpoint; `copied`, to be written while training continues."""
+def write_parts(
+    folder: RunFolder, method_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Writes what is cut among the processes. Returns the rest, by the names in a checkpoint, and the text that names
+    the parts. All processes call it."""
     tensors = {f"method.{name}": tensor for name, tensor in method_state.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_state.items()}
+    return parts.write(folder.checkpoints, tensors)
+
+
+def contents(
+    position: Position, tensors: Mapping[str, Tensor], text: Mapping[str, str], copied: bool
+) -> tuple[Position, dict[str, Tensor], dict[str, str]]:
+    """The contents of a checkpoint; `copied`, to be written while training continues."""
     if copied:
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         position = copy.deepcopy(position)
     random_tensors, random_text = random_state()
-    tensors |= {f"random.{name}": tensor for name, tensor in random_tensors.items()}
-    return position, tensors, {"position": json.dumps(dataclasses.asdict(position)), "random": random_text}
+    tensors = {**tensors, **{f"random.{name}": tensor for name, tensor in random_tensors.items()}}
+    return position, tensors, {**text, "position": json.dumps(dataclasses.asdict(position)), "random": random_text}
 
 
 def write(folder: RunFolder, position: Position, tensors: Mapping[str, Tensor], text: Mapping[str, str]) -> None:
@@ -153,7 +169,7 @@ def write(folder: RunFolder, position: Position, tensors: Mapping[str, Tensor], 
 
 def settle(folder: RunFolder, position: Position) -> None:
     """Keeps the last checkpoint, which has this position, as that of the end of a task, and removes states of finished
-    tasks that no checkpoint needs any more."""
+    tasks, and parts, that no checkpoint needs any more."""
     if position.epoch == 0:
         keep_as(folder.checkpoints / LAST, folder.checkpoints / TASK_END)
     old = [path for task, path in folder.task_files().items() if task < position.task - 2]
@@ -162,6 +178,7 @@ def settle(folder: RunFolder, position: Position) -> None:
         for path in old:
             if path.name not in needed:
                 path.unlink(missing_ok=True)
+    parts.remove_unnamed(folder.checkpoints)
 
 
 class Background:
@@ -201,6 +218,30 @@ class Checkpoint:
     optimizer_state: dict[str, Tensor]
     random_tensors: dict[str, Tensor]
     random_text: str
+    parts: Parts | None = None
+    task_parts: Parts | None = None
+
+    def complete(self, model: nn.Module | None = None) -> "Checkpoint":
+        """With the tensors that are in parts: whole, or of a model that is cut, the rows of this process."""
+        like = None if model is None else next((p for p in model.parameters() if is_cut(p)), None)
+        found, task = ({} if one is None else parts.read(one, like) for one in (self.parts, self.task_parts))
+        states = by_kind(found)
+        return dataclasses.replace(
+            self,
+            method_state={**self.method_state, **states["method."]},
+            task_state={**self.task_state, **task},
+            optimizer_state={**self.optimizer_state, **states["optimizer."]},
+            parts=None,
+            task_parts=None,
+        )
+
+
+def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint: of the method, of the optimizer, and of random numbers."""
+    return {
+        kind: {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+        for kind in ("method.", "optimizer.", "random.")
+    }
 
 
 def task_end_file(folder: RunFolder) -> str | None:
@@ -214,20 +255,25 @@ def task_end_file(folder: RunFolder) -> str | None:
     return TASK_END if (folder.checkpoints / TASK_END).exists() else None
 
 
-def load_task_end(folder: RunFolder) -> Checkpoint | None:
-    """The checkpoint at the end of the latest finished task, or None before the first."""
+def load_task_end(folder: RunFolder, model: nn.Module | None = None) -> Checkpoint | None:
+    """The checkpoint at the end of the latest finished task, or None before the first. `model`: see `load`."""
     name = task_end_file(folder)
     if name is None:
         return None
     try:
-        return _read(folder, name)
+        return _read(folder, name).complete(model)
     except UserError as error:
         raise UserError(f"{error} {START_AGAIN}") from None
 
 
-def load(folder: RunFolder) -> Checkpoint | None:
+def load(folder: RunFolder, model: nn.Module | None = None) -> Checkpoint | None:
     """The latest intact checkpoint, or None before the first. If the last is damaged, takes the previous one, which
-    becomes the last."""
+    becomes the last. `model`: if it is cut, each process reads its rows alone. All processes call it."""
+    checkpoint = processes.decide(lambda: _latest(folder))
+    return None if checkpoint is None else checkpoint.complete(model)
+
+
+def _latest(folder: RunFolder) -> Checkpoint | None:
     damaged: UserError | None = None
     for name in (LAST, PREVIOUS):
         if not (folder.checkpoints / name).exists():
@@ -258,18 +304,24 @@ def _position(folder: RunFolder, name: str) -> Position | None:
 
 
 def _read(folder: RunFolder, name: str) -> Checkpoint:
-    tensors, text = read_tensors(folder.checkpoints / name)
+    path = folder.checkpoints / name
+    tensors, text = read_tensors(path)
     try:
         position = Position(**json.loads(text["position"]))
         random_text = text["random"]
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{folder.checkpoints / name} is not a checkpoint of a run.") from None
-    task_state = read_tensors(folder.checkpoints / position.task_file)[0] if position.task_file else {}
-    parts = {
-        part: {key.removeprefix(part): value for key, value in tensors.items() if key.startswith(part)}
-        for part in ("method.", "optimizer.", "random.")
-    }
-    return Checkpoint(position, parts["method."], task_state, parts["optimizer."], parts["random."], random_text)
+        raise UserError(f"{path} is not a checkpoint of a run.") from None
+    task_path = None if position.task_file is None else folder.checkpoints / position.task_file
+    task_state, task_text = ({}, {}) if task_path is None else read_tensors(task_path)
+    found = parts.named_by(path, text)
+    of_tasks = None if task_path is None else parts.named_by(task_path, task_text)
+    for one in (found, of_tasks):
+        if one is not None:
+            one.check()
+    states = by_kind(tensors)
+    return Checkpoint(
+        position, states["method."], task_state, states["optimizer."], states["random."], random_text, found, of_tasks
+    )
 
 
 # Optimizer state by parameter name. PyTorch only numbers the parameters.
@@ -281,7 +333,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
     for number, entries in state.items():
         for key, value in entries.items():
             if value is not None:  # SGD without momentum
-                tensors[f"{names[number]}.{key}"] = whole(value) if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"{names[number]}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return tensors
 
 

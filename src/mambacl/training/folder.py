@@ -122,6 +122,7 @@ class RunFolder:
             (self.checkpoints / name).unlink(missing_ok=True)
         for path in (*self.checkpoints.glob("*.safetensors"), *self.learned_states.glob("*.safetensors")):
             path.unlink()
+        self._clear_parts()
         self.clear_under_way()
         self.clear_left_over()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
@@ -134,6 +135,11 @@ class RunFolder:
         self.clear_left_over()
         for path in self.checkpoints.glob("*.safetensors"):
             path.unlink()
+        self._clear_parts()
+
+    def _clear_parts(self) -> None:
+        for path in self.checkpoints.glob("parts-*"):  # see `training.parts`
+            shutil.rmtree(path, ignore_errors=True)
 
     def clear_left_over(self) -> None:
         """Removes what a killed process left: unfinished files, and covariances on disk, which the checkpoints have,

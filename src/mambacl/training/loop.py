@@ -88,7 +88,8 @@ class Loop:
         self.optimizer: torch.optim.Optimizer | None = None
         self.step: TrainingStep | None = None
         self.recorder = Recorder(device)
-        self.background = Background(fast and device.type == "cuda")
+        # parts of a cut model are written by all processes together, so not beside the training
+        self.background = Background(fast and device.type == "cuda" and not sharded)
         self.names: list[str] = []
         self.answers: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # of the latest evaluation, by task
         self.kept: dict[int, list[tuple[list[Tensor], Tensor]]] = {}  # test images' features, by task
@@ -217,15 +218,9 @@ class Loop:
         assert self.optimizer is not None
         graphs = self.fast and self.method.recordable
         self.step = TrainingStep(
-            self.method,
-            self.optimizer,
-            self.device,
-            self.bf16,
-            graphs,
-            self.recorder,
-            self.recipe.clip,
+            self.method, self.optimizer, self.device, self.bf16, graphs, self.recorder, self.recipe.clip,
             self.recipe.accumulate,
-        )
+        )  # fmt: skip
 
     # The end of a task
 
@@ -255,7 +250,7 @@ class Loop:
         recipe, position, tasks = self.recipe, self.position, len(self.stream.tasks)
         place = f"task {task + 1}/{tasks}"
         self._consolidate(task)
-        if self.audit_images and processes.is_first():
+        if self.audit_images:
             with self.watch.phase("audit"):
                 images = self.stream.some_images(task, self.audit_images).to(self.device)
                 auditing.keep(self.folder, task, self.method.model, images)
@@ -388,7 +383,9 @@ class Loop:
         self.saved_at = time.perf_counter()
         mid_task = self.optimizer is not None and self.position.epoch > 0
         optimizer_state = checkpoints.optimizer_tensors(self.optimizer, self.names) if mid_task else {}  # type: ignore[arg-type]
-        method_state = self.method.state_dict()  # of all processes: each can have a part of it
+        # of all processes: each can have a part of them
+        tensors, text = checkpoints.write_parts(self.folder, self.method.state_dict(), optimizer_state)
+        state = None if state is None else state.with_parts(self.folder)
         if not processes.is_first():
             return
         self.position.metrics_length = self.folder.events_length()
@@ -398,7 +395,7 @@ class Loop:
         elif state is not None:
             state.write(self.folder)
             state = None
-        kept = checkpoints.contents(self.position, method_state, optimizer_state, self.background.on)
+        kept = checkpoints.contents(self.position, tensors, text, self.background.on)
         results = copy.deepcopy(self.results("running"))
 
         def write() -> None:

@@ -5,7 +5,6 @@ import warnings
 from torch import nn
 
 from mambacl import processes
-from mambacl.classifiers.drift import FollowsDrift
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
 from mambacl.methods import Method
@@ -32,15 +31,7 @@ def cut(model: nn.Module) -> None:
             register_fsdp_forward_method(model, name)
 
 
-def check_sharded(config: RunConfig, method: Method) -> None:
-    """Refuses what does not work with parameters that are cut."""
+def check_sharded(method: Method) -> None:
+    """Refuses a method that does not work with parameters that are cut."""
     if not method.takes_shards:
         raise UserError(f"The method '{method.name}' needs whole weights in every process: leave out --shard.")
-    if config.training.clip:
-        raise UserError("Gradients of weights that are cut cannot be clipped: leave out --shard, or training.clip.")
-    if config.audit_images:
-        raise UserError("The audit needs whole weights: leave out --shard, or set audit_images to 0.")
-    if isinstance(method.classifier, FollowsDrift) and method.classifier.options.drift != "none":
-        raise UserError(
-            "Drift correction needs whole weights: leave out --shard, or set classifier_options.drift to none."
-        )

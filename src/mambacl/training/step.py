@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mambacl import processes
 from mambacl.log import logger
 from mambacl.nullspace.shards import is_cut
+from mambacl.training.clipping import clip_gradients
 
 WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
 SHARE = 0.3  # of the GPU's memory: a graph holds the memory of its step, in addition to that of other steps
@@ -190,7 +191,7 @@ class TrainingStep:
             self.images_seen += own
         if self.clip:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(trained, self.clip)
+            clip_gradients(trained, self.clip)
         self.optimizer.step()
 
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mambacl.nullspace.shards import cut_like, whole
+from mambacl.nullspace.shards import cut_like
 from mambacl.tuning.per_task import PerTask
 
 
@@ -37,7 +37,7 @@ class ModelParameters:
         return list(self.parameters.items())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"model.{name}": whole(parameter.detach()) for name, parameter in self.parameters.items()}
+        return {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
