@@ -88,7 +88,7 @@ def test_a_batch_is_recorded_of_a_size_that_was_seen_before(monkeypatch: pytest.
     toy, tried = Toy(), []
     step = TrainingStep(toy, toy.optimizer(), torch.device("cpu"), False, True)
     step.graphs = True
-    monkeypatch.setattr(step, "_record", lambda images, labels: tried.append((step._taken, len(images))))
+    monkeypatch.setattr(step, "_record", lambda images, labels, of: tried.append((step._taken, len(images))))
     for images, labels in batches(sizes=(6, 6, 4, 6)):
         step(images, labels, 1.0)
     assert tried == [(3, 6)]

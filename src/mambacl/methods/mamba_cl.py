@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacl import processes
 from mambacl.methods.base import CLASSIFIER, START, Method
 from mambacl.methods.registry import METHODS
 from mambacl.nullspace import NullSpace
@@ -39,8 +40,10 @@ class MambaCL(Method):
         shares = self.setup.share_steps
         self.space = NullSpace(self.model, self.setting(), folder=self.setup.folder, share_steps=shares)
         setting = self.space.setting
-        # gradients and recursive projectors are new tensors in each step, and so are projectors that are brought
-        if setting.acts_on == "gradient" or setting.projectors != "device":
+        # gradients and recursive projectors are new tensors in each step, and so are projectors that are brought; with
+        # shared steps, processes exchange parameters in the middle of one
+        exchanges = shares and processes.count() > 1
+        if setting.acts_on == "gradient" or setting.projectors != "device" or exchanges:
             self.recordable = False  # type: ignore[misc]
         if setting.projector == "recursive":  # absorbs the mean input of the batch, which a piece is not
             self.splits = False

@@ -146,7 +146,9 @@ def let_go(model: nn.Module) -> None:
     """Frees the whole parameters that FSDP2 has kept since the last pass without a backward pass. Before parameters
     change: the next pass would not see it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp is not None else ():
+    if fsdp is None:
+        return
+    for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 

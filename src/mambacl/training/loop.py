@@ -308,7 +308,8 @@ class Loop:
 
         predict: Callable[[Tensor], Tensor] = plain
 
-        if self.fast and self.device.type == "cuda" and self.method.recordable:  # nothing moves during an evaluation
+        on_gpu = self.fast and self.device.type == "cuda" and not self.batches.sharded
+        if on_gpu and self.method.recordable:  # nothing moves during an evaluation
             predict = Recorded(plain, tuple, record=CUDAGraphs(self.recorder))
         sizes, total = [len(classes) for classes in self.stream.tasks], self.stream.test_counts()
         computed = sum(total[j] for j in range(task + 1) if j not in self.kept)

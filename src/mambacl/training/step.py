@@ -4,13 +4,16 @@ On a GPU, a step consists of a few hundred small kernels, and Python takes longe
 run them. So the first steps of a task run normally, then one is recorded as a CUDA graph, and later steps replay it:
 the same kernels and results with a single launch. Batches of another size run normally.
 
-With several processes, each has a part of every batch and PyTorch's `DistributedDataParallel` adds up their gradients:
-the step is that of the whole batch. Such steps are not recorded.
+With several processes, each has a part of every batch, and their gradients are added up: the step is that of the whole
+batch. PyTorch's `DistributedDataParallel` does that during the backward pass, and such steps are not recorded. Steps
+that can be recorded are two graphs, up to the gradients and from there on, with one exchange between them
+(`training.exchange`).
 """
 
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +24,7 @@ from mambacl import processes
 from mambacl.log import logger
 from mambacl.nullspace.shards import is_cut
 from mambacl.training.clipping import clip_gradients
+from mambacl.training.exchange import Exchange
 
 WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
 SHARE = 0.3  # of the GPU's memory: a graph holds the memory of its step, in addition to that of other steps
@@ -46,15 +50,21 @@ class LossModule(nn.Module):
         return self.compute(images, labels)
 
 
-def loss_over_ranks(method: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., tuple[Tensor, Tensor]]:
+def loss_over_ranks(method: Loss, trained: Iterable[nn.Parameter]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The method's loss. With several processes, its gradients are averaged over them in the backward pass; FSDP2 does
     that for parameters that it has cut. Parameters are equal everywhere already, and a batch need not use all."""
-    if processes.count() == 1:
+    whole = [parameter for parameter in trained if not is_cut(parameter)]
+    if processes.count() == 1 or not whole:
         return method.loss
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_cut(p)]
-    if not trained:
-        return method.loss
-    return DistributedDataParallel(LossModule(method, trained), init_sync=False, find_unused_parameters=True)
+    return DistributedDataParallel(LossModule(method, whole), init_sync=False, find_unused_parameters=True)
+
+
+class Replayed(Protocol):
+    def replay(self) -> None: ...
+
+
+class Records(Protocol):
+    def record(self, work: Callable[[], object], needed: int) -> Replayed: ...
 
 
 class Recorder:
@@ -111,7 +121,7 @@ class TrainingStep:
         device: torch.device,
         bf16: bool,
         graphs: bool,
-        recorder: Recorder | None = None,
+        recorder: Records | None = None,
         clip: float = 0.0,
         accumulate: int = 1,
     ) -> None:
@@ -123,34 +133,32 @@ class TrainingStep:
         self.loss_sum = torch.zeros((), device=device)
         self.right = torch.zeros((), dtype=torch.int64, device=device)
         self.images_seen = 0
-        self.loss = loss_over_ranks(method, optimizer)
-        alone = processes.count() == 1
-        self.graphs = graphs and alone and device.type == "cuda" and rates_are_tensors(optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        on_gpu = device.type == "cuda" or not isinstance(self.recorder, Recorder)
+        whole = not any(is_cut(parameter) for parameter in trained)
+        self.graphs = graphs and on_gpu and whole and bool(trained) and rates_are_tensors(optimizer)
+        self.exchange = Exchange(trained) if self.graphs and processes.count() > 1 else None
+        self.loss = method.loss if self.exchange else loss_over_ranks(method, trained)
         self.factor: float | None = None
         self._taken = 0
-        self._shapes: set[torch.Size] = set()  # of the batches so far
-        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+        self._kinds: set[Kind] = set()  # of the batches so far
+        self._recorded: Recording | None = None
 
     def __call__(self, images: Tensor, labels: Tensor, factor: float, of: int = 0) -> None:
         """Takes a step, with the learning rates multiplied by `factor`. `of`: images in the whole batch, if this is one
         process's part of it; an image of which no part is left for this process counts nothing."""
         self._set_rates(factor)
         images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-        if of:
-            self._run(images, labels, of)
-            return
-        self.images_seen += len(images)
-        if self._recorded is None and self.graphs and self._taken >= WARM_UP and images.shape in self._shapes:
-            self._record(images, labels)  # never the last, smaller batch of an epoch
-        if self._recorded is not None and self._recorded[1].shape == images.shape:
-            graph, own_images, own_labels = self._recorded
-            own_images.copy_(images)
-            own_labels.copy_(labels)
-            graph.replay()
+        self.images_seen += _length(processes.part(of)) if of else len(images)
+        kind = of, images.shape  # all processes decide alike
+        if self._recorded is None and self.graphs and self._taken >= WARM_UP and kind in self._kinds:
+            self._record(images, labels, of)  # never the last, smaller batch of an epoch
+        if self._recorded is not None and self._recorded.kind == kind:
+            self._recorded.replay(images, labels)
         else:
-            self._run(images, labels)
+            self._run(images, labels, of)
         self._taken += 1
-        self._shapes.add(images.shape)
+        self._kinds.add(kind)
 
     def means(self) -> tuple[float, float]:
         """The mean loss and the accuracy of this process's images since the last call of `take_sums`."""
@@ -169,10 +177,18 @@ class TrainingStep:
         return sums
 
     def _run(self, images: Tensor, labels: Tensor, of: int = 0) -> None:
+        self._compute_gradients(images, labels, of)
+        if self.exchange is not None:
+            buffers = self.exchange.buffers()
+            buffers.collect()
+            buffers.send()
+            buffers.hand_out()
+        self._update()
+
+    def _compute_gradients(self, images: Tensor, labels: Tensor, of: int) -> None:
         """The gradients of all pieces and all processes add up to that of the whole batch, because the loss is a mean
         over images."""
-        part = processes.part(of) if of else slice(0, len(images))
-        own = part.stop - part.start
+        own = _length(processes.part(of)) if of else len(images)
         cuts = [processes.part(len(images), self.accumulate, piece) for piece in range(self.accumulate)]
         cuts = [cut for cut in cuts if cut.start < cut.stop]
         for number, cut in enumerate(cuts):
@@ -187,8 +203,8 @@ class TrainingStep:
             if count:
                 self.loss_sum += loss.detach() * count
                 self.right += correct
-        if of:
-            self.images_seen += own
+
+    def _update(self) -> None:
         if self.clip:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             clip_gradients(trained, self.clip)
@@ -210,20 +226,71 @@ class TrainingStep:
             else:
                 group["lr"] = rate
 
-    def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Records a step without taking it. If that fails, all steps run normally."""
+    def _record(self, images: Tensor, labels: Tensor, of: int) -> None:
+        """Records a step without taking it. If that fails in any process, all steps run normally in all of them."""
         self.graphs = False  # try only once
-        needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-        if needed > SHARE * torch.cuda.get_device_properties(self.device).total_memory:
-            return
         own_images, own_labels = images.clone(), labels.clone()
+        recording: Recording | None = None
         try:
-            graph = self.recorder.record(lambda: self._run(own_images, own_labels), needed)
+            recording = Recording((of, images.shape), own_images, own_labels, self._parts(own_images, own_labels, of))
         except RuntimeError as error:
-            torch.cuda.synchronize(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             logger.info("Steps cannot be recorded as a CUDA graph (%s).", str(error).splitlines()[0])
-            return
-        self._recorded = graph, own_images, own_labels
+        if all(processes.together(recording is not None)):
+            self._recorded = recording
+
+    def _parts(self, images: Tensor, labels: Tensor, of: int) -> list[Callable[[], None]]:
+        """What a replay does, in order."""
+        needed = _memory_of_a_step(self.device)
+        if self.exchange is None:
+            return [self.recorder.record(lambda: self._run(images, labels, of), needed).replay]
+        buffers = self.exchange.latest  # of the steps before, which had the same gradients
+
+        def gradients() -> None:
+            self._compute_gradients(images, labels, of)
+            buffers.collect()
+
+        def update() -> None:
+            buffers.hand_out()
+            self._update()
+
+        first = self.recorder.record(gradients, needed)
+        return [first.replay, buffers.send, self.recorder.record(update, needed).replay]
+
+
+Kind = tuple[int, torch.Size]  # of a batch: images in all processes (0: there is only one), and the shape of its own
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A step that can be taken again, of batches of one kind."""
+
+    kind: Kind
+    images: Tensor
+    labels: Tensor
+    parts: list[Callable[[], None]]
+
+    def replay(self, images: Tensor, labels: Tensor) -> None:
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+        for part in self.parts:
+            part()
+
+
+def _memory_of_a_step(device: torch.device) -> int:
+    """Bytes. Raises a RuntimeError if a graph may not hold as many."""
+    if device.type != "cuda":
+        return 0
+    needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    if needed > SHARE * torch.cuda.get_device_properties(device).total_memory:
+        raise RuntimeError("it needs too much memory")
+    return needed
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
 
 
 def rates_are_tensors(optimizer: torch.optim.Optimizer) -> bool:
