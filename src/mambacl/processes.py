@@ -63,6 +63,12 @@ def restarted() -> bool:
     return launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def launch() -> str:
+    """The name that torchrun gives to its processes and those that it starts again in their place; empty without
+    torchrun. Launches have different names if they are `--standalone` or differ in `--rdzv-id`."""
+    return os.environ["TORCHELASTIC_RUN_ID"] if launched() else ""
+
+
 def join(device: torch.device) -> None:
     """Joins the processes that torchrun has started, until this process ends; `device` is this process's. Without
     torchrun, and the second time, it does nothing."""

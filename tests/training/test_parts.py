@@ -15,8 +15,8 @@ from file_operations_help import needs_linux, states
 from kills_help import TASKS
 from processes import on_ranks
 from safetensors.torch import load_file
+from several_processes_help import SGD, assert_same_outcome, stopped
 from small_run import CONFIG
-from test_several_processes import SGD, assert_same_outcome, stopped
 from torch import Tensor
 
 import mambacl

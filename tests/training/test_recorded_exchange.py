@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import on_ranks
+from several_processes_help import TERMS
 from small_run import CONFIG
-from test_several_processes import TERMS
 from tolerance import assert_near
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -14,32 +14,33 @@ from typing import Any
 import pytest
 import torch
 from processes import RankError, on_ranks, outcomes
-from safetensors.torch import load_file
+from several_processes_help import (
+    SGD,
+    TERMS,
+    assert_same_outcome,
+    events,
+    results,
+    stopped,
+    tensors_of,
+    train,
+    train_few,
+)
 from small_run import CONFIG, OPTIONS, VIT
-from tolerance import assert_near, rounding
+from tolerance import rounding
 from torch import Tensor, nn
-from training_help import interrupted_after
 
 import mambacl
 from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
-from mambacl.files import read_tensors
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace import NullSpace
-from mambacl.nullspace.shards import is_cut, whole
-from mambacl.training import checkpoints, parts
-from mambacl.training.clipping import clip_gradients
+from mambacl.training import checkpoints
 from mambacl.training.loop import TrainingError
-from mambacl.training.sharding import cut
 from mambacl.training.step import TrainingStep
 
 TRAINING = [name for name in METHODS.names() if METHODS.get(name).trains]
 PASSES = 30  # enough for a kill to find the run under way
-TERMS = 10**5  # of all sums on the way through a tiny model and back
-SGD = {**CONFIG["training"], "optimizer": "sgd", "lr": 1e-2, "head_lr": 1e-2}
-"""Adam divides each gradient by its size, so that rounding decides where gradients are close to 0"""
-
 
 # A step
 
@@ -135,67 +136,6 @@ def assert_same_step(found: Any, expected: Any, what: str) -> None:
 # A run
 
 
-def train(folder: Path, **overrides: Any) -> int:
-    torch.set_num_threads(1)
-    mambacl.train(CONFIG, out=str(folder), device="cpu", **overrides)
-    return processes.count()
-
-
-def stopped(folder: Path, after: int, **overrides: Any) -> None:
-    """Interrupted in all processes when the first has written so many checkpoints."""
-    written = checkpoints.write
-
-    if processes.is_first():
-        with interrupted_after(after):
-            train(folder, **overrides)
-    else:
-        with pytest.raises(TrainingError, match="Another process"):
-            train(folder, **overrides)
-    checkpoints.write = written  # type: ignore[assignment]
-
-
-def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [line for line in lines if line["event"] == kind]
-
-
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    """Of a checkpoint, with those that are in parts."""
-    tensors, text = read_tensors(path)
-    found = parts.named_by(path, text)
-    return tensors if found is None else {**tensors, **parts.read(found)}
-
-
-def assert_same_outcome(folder: Path, alone: Path) -> None:
-    """Stream, counted images and results; parameters and statistics within the rounding of float32."""
-    one, other = results(folder), results(alone)
-    for key in ("class_order", "tasks", "total", "status"):
-        assert one[key] == other[key]
-    assert json.loads((folder / "stream.json").read_text()) == json.loads((alone / "stream.json").read_text())
-    seen, expected = ([event["images"] for event in events(where, "epoch")] for where in (folder, alone))
-    assert seen == expected
-    for row, other_row in zip(one["correct"], other["correct"], strict=True):
-        assert all(abs(a - b) <= 2 for a, b in zip(row, other_row, strict=True)), (row, other_row)
-    names = ["last.safetensors", *(path.name for path in (alone / "checkpoints").glob("task-*"))]
-    compared = 0
-    for name in names:
-        a, b = (tensors_of(where / "checkpoints" / name) for where in (folder, alone))
-        assert a.keys() == b.keys()
-        for key, tensor in b.items():
-            if key.startswith("random.") or not tensor.is_floating_point() or not tensor.numel():
-                continue
-            if key.endswith((".basis", ".moved")):  # a basis is free up to a rotation; energies are of tiny differences
-                continue
-            bound = 3 * rounding(TERMS) * tensor.abs().max().item()
-            assert (a[key].double() - tensor.double()).abs().max().item() <= bound, key
-            compared += tensor.numel()
-    assert compared > 1000
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
@@ -218,13 +158,6 @@ def test_two_and_three_processes_train_the_run_of_one(tmp_path: Path, overrides:
         assert on_ranks(count, train_few, folder, overrides) == [count] * count
         assert results(folder)["processes"] == count
         assert_same_outcome(folder, tmp_path / "1")
-
-
-def train_few(folder: Path, overrides: dict[str, Any]) -> int:
-    from conftest import fewer_test_images
-
-    with fewer_test_images(10):
-        return train(folder, **overrides)
 
 
 @pytest.mark.slow
@@ -287,107 +220,6 @@ def test_a_process_killed_at_any_work_loses_nothing(tmp_path: Path, moment: str,
     assert results(tmp_path / "run")["status"] != "finished"
     on_ranks(2, resume_it, tmp_path / "run")
     assert_same_outcome(tmp_path / "run", tmp_path / "1")
-
-
-# Weights that are cut
-
-
-def features_and_gradients(names: list[str], shard: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    found = []
-    for name in names:
-        torch.manual_seed(0)
-        model = create_model(name, num_classes=0).eval()
-        if shard:
-            cut(model)
-            assert all(is_cut(parameter) for parameter in model.parameters())
-        size = model.default_cfg["input_size"][-1]
-        images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
-        features = model(images)
-        features.square().mean().backward()
-        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        tokens = model.forward_features(images)  # an entrance of its own
-        assert tokens.isfinite().all()
-        found.append((features.detach(), gradients))
-    return found
-
-
-@pytest.mark.slow
-def test_every_backbone_can_be_cut() -> None:
-    names = ["defocus_mamba_nano", "vim_nano", "vmamba_nano", "mambavision_nano", "vit_nano"]
-    alone = features_and_gradients(names, shard=False)
-    for found in on_ranks(2, features_and_gradients, names, True):
-        for name, (features, gradients), (expected, others) in zip(names, found, alone, strict=True):
-            assert_near(features, expected, TERMS, name)
-            largest = max(gradient.abs().max().item() for gradient in others.values())
-            for parameter, gradient in others.items():
-                assert_near(gradients[parameter], gradient, TERMS, f"{name} {parameter}", largest)
-
-
-def test_a_method_that_needs_whole_weights_is_refused(tmp_path: Path) -> None:
-    found = outcomes(2, train_few, tmp_path / "run", {"method": "ease", "shard": True})
-    assert all(isinstance(one.error, UserError) and "'ease' needs whole weights" in str(one.error) for one in found)
-    assert not (tmp_path / "run").exists()
-
-
-def clipped(shard: bool, clip: float) -> list[Tensor]:
-    """Gradients of a cut layer of seven rows and of a layer beside it, as a step has clipped them."""
-    torch.manual_seed(0)
-    backbone, head = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.GELU()), nn.Sequential(nn.GELU())), nn.Linear(7, 3)
-    images, labels = torch.randn(6, 5), torch.arange(6) % 3
-    if shard:
-        cut(backbone)
-    parameters = [*backbone.parameters(), *head.parameters()]
-    torch.nn.functional.cross_entropy(head(backbone(images)), labels).backward()
-    clip_gradients(parameters, clip)
-    return [whole(p.grad) for p in parameters if p.grad is not None]
-
-
-@pytest.mark.parametrize("clip", [0.05, 100.0])
-def test_gradients_of_cut_and_whole_weights_are_clipped_together(clip: float) -> None:
-    alone = clipped(False, clip)
-    norm = torch.nn.utils.get_total_norm(alone)
-    assert len(alone) == 4 and (norm == pytest.approx(clip, rel=1e-4) if clip < 1 else 0.1 < norm < clip)
-    for found in on_ranks(2, clipped, True, clip):
-        for one, other in zip(found, alone, strict=True):
-            assert_near(one, other, 100)
-
-
-def audits(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "audit.json").read_text())["tasks"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_test_images")
-def test_a_cut_model_is_clipped_and_audited_like_a_whole_one(tmp_path: Path) -> None:
-    overrides = {"training": {**SGD, "clip": 0.5}, "audit_images": 4}
-    train(tmp_path / "1", **overrides)
-    on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
-    assert_same_outcome(tmp_path / "2", tmp_path / "1")
-    kept = sorted((tmp_path / "1" / "checkpoints").glob("audit-*"))
-    assert len(kept) == 3
-    for path in kept:
-        for name, tensor in load_file(path).items():
-            assert_near(load_file(tmp_path / "2" / "checkpoints" / path.name)[name], tensor, TERMS, name)
-    for one, other in zip(audits(tmp_path / "2"), audits(tmp_path / "1"), strict=True):
-        assert (
-            all(one[key] == other[key] for key in ("task", "images")) and one["drift"].keys() == other["drift"].keys()
-        )
-        for block, drifts in other["drift"].items():
-            for quantity, moved in drifts.items():  # of outputs that agree to rounding
-                assert abs(one["drift"][block][quantity] - moved) <= rounding(TERMS), (block, quantity)
-    assert max(max(one.values()) for one in audits(tmp_path / "1")[0]["drift"].values()) > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_test_images")
-@pytest.mark.parametrize("kind", ["linear", "adc"])
-def test_drift_is_corrected_with_a_cut_model(kind: str, tmp_path: Path) -> None:
-    """adc needs gradients of the images under the weights from before the task."""
-    options = {"classifier": "gaussian", "classifier_options": {"drift": kind}}
-    overrides = {"method": "sequential", "training": SGD, **options}
-    train(tmp_path / "1", **overrides)
-    on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
-    assert_same_outcome(tmp_path / "2", tmp_path / "1")
 
 
 # Mistakes
@@ -479,6 +311,23 @@ def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
     assert_every_image_counted_once(folder)
 
 
+@pytest.mark.slow
+def test_a_restart_before_anything_is_overwritten_still_overwrites(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    words = ["train", str(config_file(tmp_path, 1)), "--out", str(folder)]
+    subprocess.run(command(*words), env=environment(), check=True, capture_output=True, timeout=120)
+    before = events(folder, "epoch")
+    launcher = subprocess.Popen(
+        command(*words, "--overwrite", launcher=torchrun), env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    kill(launcher, 1, folder)  # at once, because the old run has a checkpoint
+    assert events(folder, "epoch") == before
+    _, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0 and "Continuing" not in err and "already finished" not in err, err
+    assert results(folder)["status"] == "finished" and results(folder)["processes"] == 2
+
+
 def assert_every_image_counted_once(folder: Path) -> None:
     assert results(folder)["status"] == "finished"
     per_task = [len(task) * CONFIG["stream"]["train_per_class"] for task in results(folder)["tasks"]]
@@ -491,14 +340,15 @@ def kill(launcher: subprocess.Popen[str], victim: int, folder: Path) -> None:
     while not (folder / "checkpoints" / "last.safetensors").exists():
         assert launcher.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) != launcher.pid:
+    while time.monotonic() < deadline:
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) != launcher.pid:
+                    continue
+                variables = dict(entry.partition("=")[::2] for entry in (path / "environ").read_text().split("\0"))
+            except OSError:
                 continue
-            variables = dict(entry.partition("=")[::2] for entry in (path / "environ").read_text().split("\0"))
-        except OSError:
-            continue
-        if variables.get("RANK") == str(victim):
-            os.kill(int(path.name), signal.SIGKILL)
-            return
+            if variables.get("RANK") == str(victim):
+                os.kill(int(path.name), signal.SIGKILL)
+                return
     raise AssertionError("no such process")

@@ -83,7 +83,9 @@ def train(
     check_trackers(resolved.track)
     processes.join(pick_device(resolved.device))
     folder = RunFolder(resolved.folder)
-    again = overwrite and not processes.restarted()  # what a dead process has left is not to be overwritten
+    # what a process of this launch has left, which then died, is not to be overwritten
+    begun = processes.restarted() and processes.decide(folder.of_this_launch)
+    again = overwrite and not begun
     existing = processes.decide(lambda: folder.config() if folder.exists() and not again else None)
     resolved = with_named_weights(_with_precision(resolved, existing))
     if existing is not None:

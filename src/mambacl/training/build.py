@@ -153,11 +153,12 @@ def build(
             checkpoints.load_backbone(folder, model)
         model.eval()
         check_image_size(model, stream.transforms.size, config.backbone)
-        model = model.to(device)
         if config.training.recompute:
             recompute(model)
         if shards(config):
-            cut(model)
+            cut(model, device)
+        else:
+            model = model.to(device)
         method = _method(config, folder, stream, method_class, model)
         check_parts(config.training, method)
         if shards(config):

@@ -257,13 +257,15 @@ def task_end_file(folder: RunFolder) -> str | None:
 
 def load_task_end(folder: RunFolder, model: nn.Module | None = None) -> Checkpoint | None:
     """The checkpoint at the end of the latest finished task, or None before the first. `model`: see `load`."""
-    name = task_end_file(folder)
-    if name is None:
-        return None
-    try:
-        return _read(folder, name).complete(model)
-    except UserError as error:
-        raise UserError(f"{error} {START_AGAIN}") from None
+    while (name := task_end_file(folder)) is not None:
+        position = _position(folder, name)
+        try:
+            return _read(folder, name).complete(model)
+        except UserError as error:
+            if position is None or position == _position(folder, name):
+                raise UserError(f"{error} {START_AGAIN}") from None
+        # the run that trains has finished another task meanwhile, and has removed what this checkpoint needs
+    return None
 
 
 def load(folder: RunFolder, model: nn.Module | None = None) -> Checkpoint | None:

@@ -9,6 +9,7 @@
     audit.json       the findings of the audit
     confusion.json   which classes were taken for which, after the last two tasks; see `training.confusion`
     checkpoints/     tensors; see `training.checkpoints`
+    launch.txt       the launch of torchrun that began the run; missing without torchrun
     learned.json     tasks learned since the run finished, in learned/; see `training.learned`
 
 The run can still be in progress, or have stopped early; everything that it has finished can be read.
@@ -26,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from mambacl import processes
 from mambacl.config import RunConfig, from_dict, parse_yaml
 from mambacl.data.tasks import ORDERS, is_file
 from mambacl.errors import UserError
@@ -38,7 +40,7 @@ SCHEMA = 1
 CONFIG, STREAM, EVENTS, RESULTS, AUDIT = "config.yaml", "stream.json", "metrics.jsonl", "results.json", "audit.json"
 BACKBONE, TASK_END = "backbone.safetensors", "task-end.safetensors"
 LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
-LEARNED, CONFUSION = "learned.json", "confusion.json"
+LEARNED, CONFUSION, LAUNCH = "learned.json", "confusion.json", "launch.txt"
 PROGRESS, TRACKING = "progress.json", "tracking.json"
 PRETRAINING, PRETRAINING_RESULTS = "pretraining.yaml", "pretraining.json"  # of `mambacl pretrain`
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
@@ -102,6 +104,11 @@ class RunFolder:
     def has_results(self) -> bool:
         return (self.path / RESULTS).is_file()
 
+    def of_this_launch(self) -> bool:
+        """Whether the processes that torchrun has started, or those that died before them, began this run. In doubt,
+        it says so."""
+        return self.exists() and self._text(LAUNCH) == processes.launch()
+
     def finished(self) -> bool:
         return self.results().get("status") == "finished"
 
@@ -109,6 +116,8 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # a folder that may not be read
             sync_folder(self.path.parent)
+        if launch := processes.launch():
+            write_bytes(self.path / LAUNCH, launch.encode())
         write_json(self.path / STREAM, stream)
         write_bytes(self.path / CONFIG, config.as_yaml().encode())
 
@@ -127,7 +136,7 @@ class RunFolder:
         self.clear_left_over()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, CONFIG, STREAM):
+        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, CONFIG, STREAM, LAUNCH):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_checkpoints(self) -> None:
@@ -149,7 +158,7 @@ class RunFolder:
         for path in self.checkpoints.glob(f"{COVARIANCE_FOLDER}*"):
             shutil.rmtree(path, ignore_errors=True)
         remove_unfinished(self.checkpoints)
-        for name in ("*.safetensors", CONFIG, STREAM, RESULTS, PROGRESS, CONFUSION, LEARNED):
+        for name in ("*.safetensors", LAUNCH, CONFIG, STREAM, RESULTS, PROGRESS, CONFUSION, LEARNED):
             remove_unfinished(self.path, name)
 
     def clear_under_way(self) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 
+import torch
 from torch import nn
 
 from mambacl import processes
@@ -18,14 +19,16 @@ def shards(config: RunConfig) -> bool:
     return config.shard and processes.count() > 1
 
 
-def cut(model: nn.Module) -> None:
-    """Cuts the parameters of each block, and those of the rest together, along their first axis."""
+def cut(model: nn.Module, device: torch.device) -> None:
+    """Moves the parameters of each block to the device and cuts them along their first axis, then those of the rest
+    together: a GPU never holds the whole model."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # features do not change in place
-    for block in blocks_of(model):
-        fully_shard(block)
-    fully_shard(model)
+    mesh = init_device_mesh(device.type, (processes.count(),))
+    for module in (*blocks_of(model), model):
+        fully_shard(module, mesh=mesh)
     for name in ENTRANCES:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)

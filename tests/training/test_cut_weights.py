@@ -1,0 +1,117 @@
+"""Weights that are cut among processes (FSDP2): the same model, gradients, audit and statistics as whole ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks, outcomes
+from safetensors.torch import load_file
+from several_processes_help import SGD, TERMS, assert_same_outcome, train, train_few
+from tolerance import assert_near, rounding
+from torch import Tensor, nn
+
+from mambacl.backbones import create_model
+from mambacl.errors import UserError
+from mambacl.nullspace.shards import is_cut, whole
+from mambacl.training.clipping import clip_gradients
+from mambacl.training.sharding import cut
+
+
+def features_and_gradients(names: list[str], shard: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        model = create_model(name, num_classes=0).eval()
+        if shard:
+            cut(model, torch.device("cpu"))
+            assert all(is_cut(parameter) for parameter in model.parameters())
+        size = model.default_cfg["input_size"][-1]
+        images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+        features = model(images)
+        features.square().mean().backward()
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        tokens = model.forward_features(images)  # an entrance of its own
+        assert tokens.isfinite().all()
+        found.append((features.detach(), gradients))
+    return found
+
+
+@pytest.mark.slow
+def test_every_backbone_can_be_cut() -> None:
+    names = ["defocus_mamba_nano", "vim_nano", "vmamba_nano", "mambavision_nano", "vit_nano"]
+    alone = features_and_gradients(names, shard=False)
+    for found in on_ranks(2, features_and_gradients, names, True):
+        for name, (features, gradients), (expected, others) in zip(names, found, alone, strict=True):
+            assert_near(features, expected, TERMS, name)
+            largest = max(gradient.abs().max().item() for gradient in others.values())
+            for parameter, gradient in others.items():
+                assert_near(gradients[parameter], gradient, TERMS, f"{name} {parameter}", largest)
+
+
+def test_a_method_that_needs_whole_weights_is_refused(tmp_path: Path) -> None:
+    found = outcomes(2, train_few, tmp_path / "run", {"method": "ease", "shard": True})
+    assert all(isinstance(one.error, UserError) and "'ease' needs whole weights" in str(one.error) for one in found)
+    assert not (tmp_path / "run").exists()
+
+
+def clipped(shard: bool, clip: float) -> list[Tensor]:
+    """Gradients of a cut layer of seven rows and of a layer beside it, as a step has clipped them."""
+    torch.manual_seed(0)
+    backbone, head = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.GELU()), nn.Sequential(nn.GELU())), nn.Linear(7, 3)
+    images, labels = torch.randn(6, 5), torch.arange(6) % 3
+    if shard:
+        cut(backbone, torch.device("cpu"))
+    parameters = [*backbone.parameters(), *head.parameters()]
+    torch.nn.functional.cross_entropy(head(backbone(images)), labels).backward()
+    clip_gradients(parameters, clip)
+    return [whole(p.grad) for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_gradients_of_cut_and_whole_weights_are_clipped_together(clip: float) -> None:
+    alone = clipped(False, clip)
+    norm = torch.nn.utils.get_total_norm(alone)
+    assert len(alone) == 4 and (norm == pytest.approx(clip, rel=1e-4) if clip < 1 else 0.1 < norm < clip)
+    for found in on_ranks(2, clipped, True, clip):
+        for one, other in zip(found, alone, strict=True):
+            assert_near(one, other, 100)
+
+
+def audits(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "audit.json").read_text())["tasks"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_a_cut_model_is_clipped_and_audited_like_a_whole_one(tmp_path: Path) -> None:
+    overrides = {"training": {**SGD, "clip": 0.5}, "audit_images": 4}
+    train(tmp_path / "1", **overrides)
+    on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
+    assert_same_outcome(tmp_path / "2", tmp_path / "1")
+    kept = sorted((tmp_path / "1" / "checkpoints").glob("audit-*"))
+    assert len(kept) == 3
+    for path in kept:
+        for name, tensor in load_file(path).items():
+            assert_near(load_file(tmp_path / "2" / "checkpoints" / path.name)[name], tensor, TERMS, name)
+    for one, other in zip(audits(tmp_path / "2"), audits(tmp_path / "1"), strict=True):
+        assert (
+            all(one[key] == other[key] for key in ("task", "images")) and one["drift"].keys() == other["drift"].keys()
+        )
+        for block, drifts in other["drift"].items():
+            for quantity, moved in drifts.items():  # of outputs that agree to rounding
+                assert abs(one["drift"][block][quantity] - moved) <= rounding(TERMS), (block, quantity)
+    assert max(max(one.values()) for one in audits(tmp_path / "1")[0]["drift"].values()) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+@pytest.mark.parametrize("kind", ["linear", "adc"])
+def test_drift_is_corrected_with_a_cut_model(kind: str, tmp_path: Path) -> None:
+    """adc needs gradients of the images under the weights from before the task."""
+    options = {"classifier": "gaussian", "classifier_options": {"drift": kind}}
+    overrides = {"method": "sequential", "training": SGD, **options}
+    train(tmp_path / "1", **overrides)
+    on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
+    assert_same_outcome(tmp_path / "2", tmp_path / "1")
