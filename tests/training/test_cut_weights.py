@@ -102,7 +102,7 @@ def test_a_cut_model_is_clipped_and_audited_like_a_whole_one(tmp_path: Path) -> 
         for block, drifts in other["drift"].items():
             for quantity, moved in drifts.items():  # of outputs that agree to rounding
                 assert abs(one["drift"][block][quantity] - moved) <= rounding(TERMS), (block, quantity)
-    assert max(max(one.values()) for one in audits(tmp_path / "1")[0]["drift"].values()) > 1e-4
+    assert max(max(one.values()) for one in audits(tmp_path / "1")[0]["drift"].values()) > 20 * rounding(TERMS)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
+from mambacl.training import step as step_module
 from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.training.step import WARM_UP, TrainingStep
@@ -122,7 +123,7 @@ def compared(kind: str, device: str, options: dict[str, Any], recorded: Any = No
             step, parameters = toy(where, recorder=recorder, graphs=graphs, **options)
         else:
             step, parameters = method(kind, where, recorder, graphs)
-        assert isinstance(step.loss, DistributedDataParallel) != graphs
+        assert isinstance(step.loss, DistributedDataParallel) == (step._recorded is None)
         found[name] = [p.detach().cpu() for p in parameters], step.take_sums()
         found[name + " without gradient"] = [n for n, p in enumerate(parameters) if p.grad is None]
         if graphs:
@@ -160,10 +161,21 @@ def test_replayed_steps_of_a_method_are_those_of_ddp(name: str) -> None:
         assert_same(found, exactly=True)
 
 
-def test_all_processes_run_normally_if_one_cannot_record() -> None:
+def test_all_processes_go_on_with_ddp_if_one_cannot_record() -> None:
     for found in on_ranks(2, compared, "toy", "cpu", {"clip": 0.0, "accumulate": 1}, CannotRecord):
         assert found["parts"] == 0 and found["replays"][1] == 0
         assert_same(found, exactly=True)
+
+
+def exchanges(sent: int) -> bool:
+    step_module.SENT = sent
+    step, _ = toy(torch.device("cpu"), 0.0, 1, Replays(), True)
+    return step.exchange is not None
+
+
+def test_many_gradients_are_exchanged_during_the_backward_pass() -> None:
+    size = sum(p.nbytes for p in Toy().parameters())
+    assert on_ranks(2, exchanges, size) == [True, True] and on_ranks(2, exchanges, size - 1) == [False, False]
 
 
 class TestOnAGPU:

@@ -5,9 +5,9 @@ run them. So the first steps of a task run normally, then one is recorded as a C
 the same kernels and results with a single launch. Batches of another size run normally.
 
 With several processes, each has a part of every batch, and their gradients are added up: the step is that of the whole
-batch. PyTorch's `DistributedDataParallel` does that during the backward pass, and such steps are not recorded. Steps
-that can be recorded are two graphs, up to the gradients and from there on, with one exchange between them
-(`training.exchange`).
+batch. A recorded step is then two graphs, up to the gradients and from there on, with one exchange between them
+(`training.exchange`). If the gradients are many or a step cannot be recorded, PyTorch's `DistributedDataParallel`
+exchanges them during the backward pass, which hides most of it.
 """
 
 import gc
@@ -28,6 +28,7 @@ from mambacl.training.exchange import Exchange
 
 WARM_UP = 2  # steps of a task before recording: they compile kernels and create the optimizer's state
 SHARE = 0.3  # of the GPU's memory: a graph holds the memory of its step, in addition to that of other steps
+SENT = 1 << 26  # bytes of gradients. At 50 GB/s this many take 2.7 ms between GPUs, about as long as a step's launches
 
 
 def autocast(device: torch.device, bf16: bool) -> AbstractContextManager[Any]:
@@ -136,7 +137,8 @@ class TrainingStep:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         on_gpu = device.type == "cuda" or not isinstance(self.recorder, Recorder)
         whole = not any(is_cut(parameter) for parameter in trained)
-        self.graphs = graphs and on_gpu and whole and bool(trained) and rates_are_tensors(optimizer)
+        quick = processes.count() == 1 or sum(parameter.nbytes for parameter in trained) <= SENT
+        self.graphs = graphs and on_gpu and whole and quick and bool(trained) and rates_are_tensors(optimizer)
         self.exchange = Exchange(trained) if self.graphs and processes.count() > 1 else None
         self.loss = method.loss if self.exchange else loss_over_ranks(method, trained)
         self.factor: float | None = None
@@ -239,6 +241,8 @@ class TrainingStep:
             logger.info("Steps cannot be recorded as a CUDA graph (%s).", str(error).splitlines()[0])
         if all(processes.together(recording is not None)):
             self._recorded = recording
+        elif self.exchange is not None:
+            self.loss, self.exchange = loss_over_ranks(self.method, self.exchange.parameters), None
 
     def _parts(self, images: Tensor, labels: Tensor, of: int) -> list[Callable[[], None]]:
         """What a replay does, in order."""
