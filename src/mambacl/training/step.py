@@ -112,6 +112,25 @@ class Recorder:
         here.wait_stream(stream)
 
 
+Kind = tuple[int, torch.Size]  # of a batch: images in all processes (0: there is only one), and the shape of its own
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A step that can be taken again, of batches of one kind."""
+
+    kind: Kind
+    images: Tensor
+    labels: Tensor
+    parts: list[Callable[[], None]]
+
+    def replay(self, images: Tensor, labels: Tensor) -> None:
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+        for part in self.parts:
+            part()
+
+
 class TrainingStep:
     """Takes the steps of one optimizer. Keeps the sums of losses and correct answers on the device until asked."""
 
@@ -261,25 +280,6 @@ class TrainingStep:
 
         first = self.recorder.record(gradients, needed)
         return [first.replay, buffers.send, self.recorder.record(update, needed).replay]
-
-
-Kind = tuple[int, torch.Size]  # of a batch: images in all processes (0: there is only one), and the shape of its own
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A step that can be taken again, of batches of one kind."""
-
-    kind: Kind
-    images: Tensor
-    labels: Tensor
-    parts: list[Callable[[], None]]
-
-    def replay(self, images: Tensor, labels: Tensor) -> None:
-        self.images.copy_(images)
-        self.labels.copy_(labels)
-        for part in self.parts:
-            part()
 
 
 def _memory_of_a_step(device: torch.device) -> int:
