@@ -83,6 +83,7 @@ def read_some(folder: Path, text: dict[str, str]) -> dict[str, Tensor]:
     return {name: tensor.to_local() for name, tensor in found.items()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_reads_its_rows(tmp_path: Path) -> None:
     [(rest, text), (other_rest, other_text)] = on_ranks(2, write_some, tmp_path)
     assert list(rest) == list(other_rest) == ["whole"] and text == other_text
@@ -99,11 +100,24 @@ def test_any_number_of_processes_reads_its_rows(tmp_path: Path) -> None:
                 assert torch.equal(found[name], tensor[rank * each : (rank + 1) * each]), (count, rank, name)
 
 
+def test_parts_that_two_processes_have_written_are_read(tmp_path: Path) -> None:
+    """Without processes: three rows, then two."""
+    tensor, found = torch.randn(5, 2), parts.Parts(tmp_path, 2)
+    for number, rows in enumerate((slice(0, 3), slice(3, 5))):
+        write_tensors(found.path(number), {"a": tensor[rows]}, {parts.ROWS: json.dumps({"a": [rows.start, 5]})})
+    found.check()
+    assert torch.equal(parts.read(found)["a"], tensor)
+    found.path(1).unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        found.check()
+
+
 def test_parts_that_no_file_names_are_removed(tmp_path: Path) -> None:
-    for _ in range(3):
-        on_ranks(2, write_some, tmp_path)
-    names = [path.name for path in sorted(tmp_path.glob("parts-*"))]
-    assert names == ["parts-000001", "parts-000002", "parts-000003"]
+    names = ["parts-000001", "parts-000002", "parts-000003"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            write_tensors(tmp_path / name / f"{number}-of-2.safetensors", {"a": torch.zeros(1)}, {})
     text = {parts.CUT: json.dumps({"folder": names[1], "count": 2})}
     write_tensors(tmp_path / "previous.safetensors", {"a": torch.zeros(1)}, text)
     (tmp_path / "last.safetensors").write_bytes(b"damaged")

@@ -69,6 +69,7 @@ def clipped(shard: bool, clip: float) -> list[Tensor]:
     return [whole(p.grad) for p in parameters if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.05, 100.0])
 def test_gradients_of_cut_and_whole_weights_are_clipped_together(clip: float) -> None:
     alone = clipped(False, clip)

@@ -18,6 +18,7 @@ from mambacl.backbones import create_model
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace.settings import setting_named
 from mambacl.training import step as step_module
+from mambacl.training.exchange import ALIGNED, Buffers
 from mambacl.training.optimizers import make_optimizer
 from mambacl.training.recipe import Recipe
 from mambacl.training.step import WARM_UP, TrainingStep
@@ -141,6 +142,25 @@ def assert_same(found: dict[str, Any], exactly: bool) -> None:
         assert_near(other, one, TERMS)
 
 
+def test_the_buffers_of_a_single_process() -> None:
+    """A parameter without a gradient here has one elsewhere; the others have none in any process."""
+    layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    before = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    buffers = Buffers([*layer.parameters(), other.weight], [other.bias])
+    buffers.collect()
+    buffers.send()
+    buffers.hand_out()
+    now = [p.grad for p in layer.parameters() if p.grad is not None]
+    assert all(torch.equal(*pair) for pair in zip(now, before, strict=True)) and len(now) == 2
+    assert other.weight.grad is not None and not other.weight.grad.any() and other.bias.grad is None
+    assert [view.storage_offset() % ALIGNED for view in buffers.views] == [0, 0, 0]
+    other(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="other parameters have gradients"):
+        buffers.collect()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("options", [{"clip": 0.0, "accumulate": 1}, {"clip": 0.5, "accumulate": 2}])
 def test_replayed_steps_are_those_of_ddp(count: int, options: dict[str, Any]) -> None:
@@ -161,6 +181,7 @@ def test_replayed_steps_of_a_method_are_those_of_ddp(name: str) -> None:
         assert_same(found, exactly=True)
 
 
+@pytest.mark.slow
 def test_all_processes_go_on_with_ddp_if_one_cannot_record() -> None:
     for found in on_ranks(2, compared, "toy", "cpu", {"clip": 0.0, "accumulate": 1}, CannotRecord):
         assert found["parts"] == 0 and found["replays"][1] == 0
@@ -173,6 +194,7 @@ def exchanges(sent: int) -> bool:
     return step.exchange is not None
 
 
+@pytest.mark.slow
 def test_many_gradients_are_exchanged_during_the_backward_pass() -> None:
     size = sum(p.nbytes for p in Toy().parameters())
     assert on_ranks(2, exchanges, size) == [True, True] and on_ranks(2, exchanges, size - 1) == [False, False]
