@@ -20,6 +20,7 @@ from mambacl.background import in_background
 from mambacl.cli.launching import Gpus
 from mambacl.config import Device, RunConfig, Tracker, preset_names, resolve
 from mambacl.errors import UserError
+from mambacl.lazy import loading_pytorch
 from mambacl.log import logger
 from mambacl.options import at_least, merge
 from mambacl.scenarios import Scenario
@@ -102,7 +103,7 @@ def _loaded(configs: list[RunConfig]) -> Callable[..., Run]:
     run's data are read, and the GPU starts."""
     for config in configs:
         logger.info("Training %s with %s on %s, to %s", config.name, config.method, config.backbone, config.folder)
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.data.sets import begin_to_open
 
         stream = configs[0].stream
@@ -169,7 +170,7 @@ def resume(
     _check_folder(run)
     import_files(import_)
     _be_quiet(quiet)
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.training.api import resume as resume_run
 
     _show([resume_run(run, device, root)])
@@ -189,7 +190,7 @@ def evaluate(
     _check_folder(run)
     import_files(import_)
     _be_quiet(quiet)
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.training.api import evaluate as evaluate_run
 
     again = evaluate_run(run, batch_size, device, scenario, root)

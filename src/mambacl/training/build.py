@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from mambacl import processes
-from mambacl.background import in_background
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import classifier_names, load_pretrained, weights_file
 from mambacl.backbones.registry import MODELS
+from mambacl.background import in_background
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.config import RunConfig, check_device
 from mambacl.data import Stream, open_stream
