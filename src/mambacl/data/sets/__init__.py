@@ -74,11 +74,12 @@ def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False, tes
     return _opened(name, root, skip_bad, test_share) if begun is None else begun.result()
 
 
-_begun: dict[tuple[str, str | Path | None, bool, float], Future[DataSet]] = {}
+_begun: dict[tuple[str, str | Path | None, bool, float], Future[DataSet]] = {}  # at most one
 
 
 def begin_to_open(name: str, root: str | Path | None, skip_bad: bool, test_share: float) -> None:
     """Opens a data set in the background, for the next call of `open_dataset`, which also raises any error."""
+    _begun.clear()
     _begun[name, root, skip_bad, test_share] = in_background(partial(_opened, name, root, skip_bad, test_share))
 
 
