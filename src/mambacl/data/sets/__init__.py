@@ -4,13 +4,13 @@ import pkgutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from mambacl.background import in_background
 from mambacl.data.config import TEST_SHARE
 from mambacl.data.dataset import DataSet
+from mambacl.data.images import ArrayImages
 from mambacl.errors import UserError
 from mambacl.files import expanded, has_checksum
 from mambacl.log import logger
@@ -79,8 +79,15 @@ _begun: dict[tuple[str, str | Path | None, bool, float], Future[DataSet]] = {}  
 
 def begin_to_open(name: str, root: str | Path | None, skip_bad: bool, test_share: float) -> None:
     """Opens a data set in the background, for the next call of `open_dataset`, which also raises any error."""
+
+    def work() -> DataSet:
+        dataset = _opened(name, root, skip_bad, test_share)
+        if isinstance(dataset.train, ArrayImages):
+            dataset.fingerprint()  # which they remember
+        return dataset
+
     _begun.clear()
-    _begun[name, root, skip_bad, test_share] = in_background(partial(_opened, name, root, skip_bad, test_share))
+    _begun[name, root, skip_bad, test_share] = in_background(work)
 
 
 def _opened(name: str, root: str | Path | None, skip_bad: bool, test_share: float) -> DataSet:
