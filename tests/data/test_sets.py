@@ -140,10 +140,10 @@ def test_a_data_set_without_its_root() -> None:
 
 
 def test_a_data_set_that_is_opened_in_the_background(tmp_path: Path) -> None:
-    begin_to_open("fashion-mnist-small", None, False, 0.2)
+    begin_to_open("fashion-mnist-small", None)
     begun, again = (open_dataset("fashion-mnist-small", None) for _ in range(2))  # it is handed out once
     assert begun is not again and begun.fingerprint() == again.fingerprint()
-    begin_to_open("cifar100", tmp_path, False, 0.2)
+    begin_to_open("cifar100", tmp_path)
     with pytest.raises(UserError, match="has no CIFAR-100 file 'meta'"):
         open_dataset("cifar100", tmp_path)
 

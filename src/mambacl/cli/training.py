@@ -107,7 +107,8 @@ def _loaded(configs: list[RunConfig]) -> Callable[..., Run]:
         from mambacl.data.sets import begin_to_open
 
         stream = configs[0].stream
-        begin_to_open(stream.dataset, stream.root, stream.skip_bad, stream.test_share)
+        if not stream.skip_bad:  # that reads every image, and a mistake found meanwhile would have to wait for it
+            begin_to_open(stream.dataset, stream.root, test_share=stream.test_share)
         import torch  # noqa: F401  (the GPU can start before the rest is imported)
 
         in_background(partial(_start_gpu, configs[0].device))
