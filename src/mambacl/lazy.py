@@ -2,7 +2,10 @@
 of them without importing them."""
 
 import ast
-from collections.abc import Callable, Collection, Mapping
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +29,24 @@ def members(package: str, file: str, besides: Collection[str]) -> dict[str, str]
     stems = sorted(path.stem for path in Path(file).parent.glob("*.py"))
     chosen = [stem for stem in stems if stem not in ("__init__", *besides)]
     return {stem.replace("_", "-"): f"{package}.{stem}" for stem in chosen}
+
+
+@contextmanager
+def loading_pytorch() -> Iterator[None]:
+    """For the imports inside, which take seconds. Python's garbage collector would search all that they define,
+    hundreds of times now and again and again later: a fifth of the time, for objects that stay to the end."""
+    from mambacl.status import status  # late: `import mambacl` is fast
+
+    new, on = "torch" not in sys.modules, gc.isenabled()
+    with status("loading PyTorch"):
+        gc.disable()
+        try:
+            yield
+        finally:
+            if new:
+                gc.freeze()
+            if on:
+                gc.enable()
 
 
 def own_version() -> str:

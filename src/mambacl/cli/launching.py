@@ -12,8 +12,8 @@ from typing import Annotated
 
 from mambacl import processes
 from mambacl.errors import UserError
+from mambacl.lazy import loading_pytorch
 from mambacl.options import at_least
-from mambacl.status import status
 
 Gpus = Annotated[int | None, "train on several GPUs of this machine, with a process for each", at_least(1)]
 OPTION = "--gpus"
@@ -32,7 +32,7 @@ def launch(command: str, arguments: Sequence[str], number: int) -> int:
     """Runs `mambacl COMMAND ARGUMENTS` in several processes. Returns the exit code of the first that failed, or 0."""
     if processes.launched():
         raise UserError(f"torchrun has started the processes already: leave out {OPTION}.")
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -13,8 +13,9 @@ from mambacl.deploy.comparison import Limits
 from mambacl.deploy.hub_files import refuse_address
 from mambacl.errors import UserError
 from mambacl.files import expanded
+from mambacl.lazy import loading_pytorch
 from mambacl.options import at_least
-from mambacl.status import status, working
+from mambacl.status import working
 
 if TYPE_CHECKING:
     from mambacl.deploy.learning import Count, Learning
@@ -97,7 +98,7 @@ def rollback(
     _check_run(run)
     if task is None:
         raise UserError("Name the task to go back to: --task N, counting from 1.")
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.deploy.learning import rollback as roll_back
 
     classes = roll_back(run, task)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from mambacl.config import Device, RunConfig, preset_names, resolve
 from mambacl.errors import UserError
+from mambacl.lazy import loading_pytorch
 from mambacl.nullspace.settings import SETTINGS
 from mambacl.options import Must, Options, at_least
 from mambacl.quantities import is_quantity, quantity
@@ -85,7 +86,7 @@ def plan(
 
     Predicts the memory, the FLOPs of a projected step and the time of a decomposition, before any training; with
     `--gpus 8 64` also what training needs on 8 and on 64 GPUs."""
-    with status("loading PyTorch"):
+    with loading_pytorch():
         import torch
 
         from mambacl.backbones import create_model

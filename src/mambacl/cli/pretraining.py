@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from mambacl.lazy import loading_pytorch
 from mambacl.log import logger
 from mambacl.options import merge
 from mambacl.pretraining.options import from_options
-from mambacl.status import status
 
 
 def pretrain(
@@ -27,7 +27,7 @@ def pretrain(
         overrides = {**overrides, "backbone": model}
     config = from_options(overrides)
     logger.info("Pre-training %s on %s, to %s", config.backbone, config.data_name, config.folder)
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.pretraining.api import pretrain as run
     made = run(overwrite=overwrite, **overrides)
     print(f"top-1: {made.accuracy['file']:.2%} (before rounding to half precision {made.accuracy['ema']:.2%}, "

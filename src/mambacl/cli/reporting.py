@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from mambacl.cli.training import AnotherDevice, Imports, NewRoot, RunPath, import_files
 from mambacl.errors import UserError
+from mambacl.lazy import loading_pytorch
 from mambacl.options import at_least
 from mambacl.status import status
 
@@ -104,7 +105,7 @@ def audit(
 
     Measures, block by block, how far delta, exp(delta A), delta B, C and the output have drifted since each task, on
     the images that --audit-images kept, and how much of each update fell into protected directions."""
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.reports import write_report
         from mambacl.reports.audits import drift_table, updates_table
         from mambacl.reports.rendering import to_text

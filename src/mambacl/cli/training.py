@@ -8,15 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mambacl import processes
+from mambacl.background import in_background
 from mambacl.cli.launching import Gpus
-from mambacl.config import Device, Tracker, preset_names, resolve
+from mambacl.config import Device, RunConfig, Tracker, preset_names, resolve
 from mambacl.errors import UserError
+from mambacl.lazy import loading_pytorch
 from mambacl.log import logger
 from mambacl.options import at_least, merge
 from mambacl.scenarios import Scenario
@@ -69,7 +73,7 @@ def train(
             if out and len(methods) * len(chosen) > 1:  # then --out is the parent of the runs' folders
                 out = str(Path(out) / (f"{method}-{seed}" if seeds else method))
             configs.append(resolve(preset, {**overrides, "method": method, "seed": seed, "out": out}))
-    run_training = _loaded([f"{c.name} with {c.method} on {c.backbone}, to {c.folder}" for c in configs])
+    run_training = _loaded(configs)
     try:
         runs = [run_training(config, overwrite=overwrite) for config in configs]
     except KeyboardInterrupt:
@@ -94,11 +98,20 @@ def _seeds(text: str, overrides: dict[str, Any]) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-def _loaded(work: list[str]) -> Callable[..., Run]:
-    """Returns `mambacl.train`. Announces the work first, because importing PyTorch takes seconds."""
-    for words in work:
-        logger.info("Training %s", words)
-    with status("loading PyTorch"):
+def _loaded(configs: list[RunConfig]) -> Callable[..., Run]:
+    """Returns `mambacl.train`. Announces the work first, because importing PyTorch takes seconds. Meanwhile the first
+    run's data are read, and the GPU starts."""
+    for config in configs:
+        logger.info("Training %s with %s on %s, to %s", config.name, config.method, config.backbone, config.folder)
+    with loading_pytorch():
+        from mambacl.data.sets import begin_to_open
+
+        stream = configs[0].stream
+        if not stream.skip_bad:  # that reads every image, and a mistake found meanwhile would have to wait for it
+            begin_to_open(stream.dataset, stream.root, test_share=stream.test_share)
+        import torch  # noqa: F401  (the GPU can start before the rest is imported)
+
+        in_background(partial(_start_gpu, configs[0].device))
         from mambacl.training.api import train as run_training
     # The report's code takes a second or two to import: do it while the GPU works, not when the user waits.
     loading = threading.Timer(REPORTS_AFTER, import_module, ("mambacl.reports.pages",))
@@ -108,6 +121,15 @@ def _loaded(work: list[str]) -> Callable[..., Run]:
     atexit.register(loading.join)
     atexit.register(loading.cancel)
     return run_training
+
+
+def _start_gpu(device: str) -> None:
+    """Makes the first call to the GPU, which takes a second. If it fails, the run's first call says why."""
+    import torch
+
+    if device != "cpu" and not processes.launched():  # several processes choose their GPUs later
+        with suppress(Exception):
+            torch.zeros(1, device="cuda" if device == "auto" else device)
 
 
 def _show(runs: list[Run], comparison: Path | None = None) -> None:
@@ -149,7 +171,7 @@ def resume(
     _check_folder(run)
     import_files(import_)
     _be_quiet(quiet)
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.training.api import resume as resume_run
 
     _show([resume_run(run, device, root)])
@@ -169,7 +191,7 @@ def evaluate(
     _check_folder(run)
     import_files(import_)
     _be_quiet(quiet)
-    with status("loading PyTorch"):
+    with loading_pytorch():
         from mambacl.training.api import evaluate as evaluate_run
 
     again = evaluate_run(run, batch_size, device, scenario, root)

@@ -12,6 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -86,6 +87,10 @@ class ArrayImages:
         return f"image {index}"
 
     def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         content = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         content.update(self.labels.tobytes())
         return content.hexdigest()

@@ -1,9 +1,9 @@
 """Builds the parts of a run from its configuration: device, model, stream and method."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from mambacl import processes
 from mambacl.backbones import create_model, load_weights
 from mambacl.backbones.loading import classifier_names, load_pretrained, weights_file
 from mambacl.backbones.registry import MODELS
+from mambacl.background import in_background
 from mambacl.classifiers import CLASSIFIERS
 from mambacl.config import RunConfig, check_device
 from mambacl.data import Stream, open_stream
@@ -28,8 +29,6 @@ from mambacl.training.seconds import Watch
 from mambacl.training.sharding import check_sharded, cut, shards
 from mambacl.training.tracking import Trackers
 from mambacl.tuning import recompute
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def build(
             config.stream, data["input_size"][-1], list(data["mean"]), list(data["std"]), config.seed,
             config.training.workers, device if config.fast else torch.device("cpu"),
         )  # fmt: skip
-    described = _in_background(stream.describe)  # the images' fingerprint takes as long as the model
+    described = in_background(stream.describe)  # the images' fingerprint takes as long as the model
     with watch.phase("model"):
         if folder is None:  # after opening the data, because this can download weights
             if (start := RunFolder.of_weights(config.pretrained)) is None:
@@ -175,18 +174,6 @@ def check_parts(recipe: Recipe, method: Method) -> None:
             f"The images of a batch affect each other in the loss of '{method.name}', so it cannot go through the "
             f"model in pieces: {remedy}."
         )
-
-
-def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Runs `work` in a thread that Python waits for at exit.
-
-    It kills a daemon thread when that next asks for the GIL. Inside PyTorch, which gives it up even to free a tensor,
-    this aborts the process: the user's mistake would end in "terminate called without an active exception".
-    """
-    pool = ThreadPoolExecutor(max_workers=1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future
 
 
 def _method(

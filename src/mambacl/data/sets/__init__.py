@@ -2,12 +2,15 @@
 
 import pkgutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from mambacl.background import in_background
 from mambacl.data.config import TEST_SHARE
 from mambacl.data.dataset import DataSet
+from mambacl.data.images import ArrayImages
 from mambacl.errors import UserError
 from mambacl.files import expanded, has_checksum
 from mambacl.log import logger
@@ -67,6 +70,27 @@ def list_datasets() -> list[str]:
 def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False, test_share: float = TEST_SHARE) -> DataSet:
     """A data set by name; `root` is the folder with its files, for those that are not part of the package. If it has no
     test images, `test_share` of each class is held out."""
+    begun = None if skip_bad else _begun.pop((name, root, test_share), None)
+    return _opened(name, root, skip_bad, test_share) if begun is None else begun.result()
+
+
+_begun: dict[tuple[str, str | Path | None, float], Future[DataSet]] = {}  # at most one
+
+
+def begin_to_open(name: str, root: str | Path | None, test_share: float = TEST_SHARE) -> None:
+    """Opens a data set in the background, for the next call of `open_dataset`, which also raises any error."""
+
+    def work() -> DataSet:
+        dataset = _opened(name, root, skip_bad=False, test_share=test_share)
+        if isinstance(dataset.train, ArrayImages):
+            dataset.fingerprint()  # which they remember
+        return dataset
+
+    _begun.clear()
+    _begun[name, root, test_share] = in_background(work)
+
+
+def _opened(name: str, root: str | Path | None, skip_bad: bool, test_share: float) -> DataSet:
     dataset = DATASETS.get(name)(None if root is None else expanded(root))
     if skip_bad:
         dataset = dataset.without_bad()

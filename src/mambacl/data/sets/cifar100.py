@@ -24,6 +24,8 @@ MD5 = {
     "meta": "7973b15100ade9c7d40fb424638fde48",
 }
 
+LONGEST_LINE = 1 << 10  # bytes: the names of modules and what they define
+
 
 def _latin1(text: str, encoding: str) -> bytes:
     """Decodes bytes as a protocol-2 pickle of Python 3 stores them."""
@@ -48,10 +50,30 @@ class ArraysOnly(pickle.Unpickler):
         raise UserError(f"The file contains {module}.{name}, which is no array, list or string: download it again.")
 
 
+class InPlace:
+    """Bytes as a file for the unpickler, which takes them from here without a copy. It keeps all other threads waiting
+    while it copies, and reading the data must not delay the import of PyTorch."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = memoryview(data), 0
+
+    def peek(self, count: int) -> memoryview:
+        return self.data[self.at : self.at + count]
+
+    def read(self, count: int) -> memoryview:
+        found = self.peek(count)
+        self.at += len(found)
+        return found
+
+    def readline(self) -> bytes:
+        rest = io.BytesIO(self.data[self.at : self.at + LONGEST_LINE])
+        return bytes(self.read(len(rest.readline())))
+
+
 def read_arrays(data: bytes) -> Any:
     """The contents of a pickle of arrays, lists, bytes and strings."""
     try:
-        return ArraysOnly(io.BytesIO(data), encoding="bytes").load()
+        return ArraysOnly(InPlace(data), encoding="bytes").load()  # type: ignore[arg-type]
     except UserError:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
