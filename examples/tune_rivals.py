@@ -7,10 +7,11 @@ Every method that trains has the same budget: three factors of its published rat
 images held back, 60 images per class and 5 passes. Processes with different `--part` share the runs. Start them again
 after an interruption: finished runs are read, the others continue. `--merge` trains nothing: it writes what was tried
 and chosen to the JSON file, and the choice to `src/mambacl/paper/rates.yaml`, from which the main table takes it. A
-method with missing runs keeps its rates.
+method with missing runs keeps its rates, and its row if the file has one.
 """
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,11 @@ def main(given: list[str] | None = None) -> None:
             say(f"{job.planned.key}: {job.state}")
     complete = {name: found for name, found in tried.items() if len(found) == len(rivals.FACTORS)}
     chosen = {name: max(found, key=lambda factor: found[factor]) for name, found in complete.items()}
-    write_json(Path(arguments.json), record(complete, chosen, options))
+    path, made = Path(arguments.json), record(complete, chosen, options)
+    if path.exists():
+        made["rows"] = json.loads(path.read_bytes())["rows"] | made["rows"]
+        made["tables"]["rates"]["rows"] = list(made["rows"])
+    write_json(path, made)
     rivals.write_chosen(chosen, Path(arguments.rates))
     say(f"Chosen for {len(chosen)} of {len(tried)} methods: {arguments.rates}, {arguments.json}")
 

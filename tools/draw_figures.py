@@ -1,4 +1,4 @@
-"""Draws the figures of docs/choose.md from docs/results/*.json into docs/images:
+"""Draws the figures of docs/choose.md and docs/rivals.md from docs/results/*.json into docs/images:
 
     python tools/draw_figures.py
 
@@ -7,6 +7,7 @@ The SVGs have no background and middle tones, so that they can be read on light 
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,39 @@ def etas() -> Figure:
     return figure
 
 
+def rivals() -> Figure:
+    """Accuracy, state and training time of every method in the main table at nano scale, one line each."""
+    runs = json.loads((DOCS / "results" / "rivals-nano.json").read_text(encoding="utf-8"))["runs"].values()
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        found.setdefault((run["method"], run["backbone"]), []).append(run)
+    panels: dict[str, Callable[[dict[str, Any]], float]] = {
+        "final accuracy (%)": lambda run: 100 * run["metrics"]["final_accuracy_tasks"],
+        "state (MB)": lambda run: run["state_bytes"] / 1e6,
+        "time of the run (s)": lambda run: sum(run["seconds"].values()),
+    }
+    values = {key: [sum(map(of, own)) / len(own) for of in panels.values()] for key, own in found.items()}
+    order = sorted(values, key=lambda key: values[key][0])
+    figure, axes = frame(6.6, 0.9 + 0.17 * len(order), columns=len(panels))
+    kinds = {"vit_nano": (BLUE, "on vit_nano"), "defocus_mamba_nano": (ORANGE, "on the Mamba nano")}
+    for column, (one, title) in enumerate(zip(axes, panels, strict=True)):
+        for backbone, (colour, words) in kinds.items():
+            places = [number for number, key in enumerate(order) if key[1] == backbone]
+            heights = [values[order[number]][column] for number in places]
+            one.plot(heights, places, "o", color=colour, markersize=4, label=words)
+            for height, place in zip(heights, places, strict=True) if column == 0 else ():
+                label(one, f"{height:.1f}", height, place, 6, 0, ha="left", va="center", fontsize=7)
+        names = [method for method, _ in order] if column == 0 else []
+        one.set_yticks(range(len(order)), names or [""] * len(order), fontsize=7.5)
+        one.set(ylim=(-0.8, len(order) - 0.2), xlabel=title, **({} if column == 0 else {"xscale": "log"}))
+        one.tick_params(axis="y", length=0)
+    axes[0].set(xlim=(20, 75))
+    axes[0].legend(frameon=False, fontsize=7.5, loc="lower right", labelcolor=INK)
+    return figure
+
+
 FIGURES = {
+    "rivals-cost": rivals,
     "choose-state": state,
     "choose-classifier": classifiers,
     "choose-spectrum": spectrum,

@@ -1,5 +1,4 @@
-"""Which features a classifier gets that is computed from them. No PyTorch here: options are checked before it is
-imported."""
+"""Which features a classifier gets. No PyTorch here: options are checked before it is imported."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -17,7 +16,7 @@ def _are_depths(depths: str | int | list[int]) -> bool:
 
 @dataclass(frozen=True)
 class FeatureOptions(Options):
-    """What a classifier sees that is computed from features."""
+    """What a classifier sees."""
 
     depths: Annotated[
         int | list[int] | str, Must("be auto, final, all, a number of depths or a list of their indices", _are_depths)

@@ -154,7 +154,7 @@ LATE: list[tuple[list[str], str]] = [
         ["train", "demo", "--classifier", "separate"],
         "'analytic' trains nothing, but the classifier 'separate' has to be",
     ),
-    (["train", "demo", "--method", "frozen", "--features.depths", "all"], "set features.depths to final"),
+    (["train", "demo", "--method", "lwf", "--features.depths", "all"], "set features.depths to final"),
     (["train", "demo", "--features.depths", "[40]"], "depths = [40] does not fit a model of 12 depths"),
     (["train", "demo", "--features.depths", "some"], "features.depths must be auto, final, all, a number"),
     (["train", "demo", "--features.pool", "[max]"], "features.pool must be a list of class, mean, std, quadrants"),

@@ -204,13 +204,30 @@ def test_mirror_images(name: str, classifier: str, mirror: str, tiny_model: Call
             torch.testing.assert_close(method.answer(images.flip(3)), expected)
 
 
-def test_what_trains_does_not_see_other_depths(tiny_model: Callable[..., nn.Module]) -> None:
-    for name, classifier in (("frozen", "separate"), ("mamba-cl", "auto"), ("frozen", "cosine"), ("frozen", "aligned")):
-        with pytest.raises(UserError, match=r"trains on the final feature: set features\.depths to final, or .* ridge"):
-            METHODS.get(name)(tiny_model(), Setup(classifier=classifier, features=FeatureOptions(depths="all")))
+@pytest.mark.parametrize("name", ["frozen", "sequential", "mamba-cl"])
+def test_heads_train_on_several_depths(name: str, tiny_model: Callable[..., nn.Module]) -> None:
+    """They are those of a linear layer on what the reader reads, and every depth has a gradient."""
+    features, images, labels = FeatureOptions(depths=[0]), torch.randn(6, 3, 16, 16), torch.tensor([0, 1, 2, 0, 1, 2])
+    method = METHODS.get(name)(tiny_model(), Setup(features=features))
+    method.start_task(Task(0, 3, first_label=0, seed=0))
+    head = method.heads.heads[0]
+    assert head.weight.shape == (3, 3 * 32)  # class token and mean of the first block, and the final feature
+    rows = method.reader(images)
+    loss, _ = method.loss(images, labels)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(head(rows), labels))
+    loss.backward()
+    assert all(part.abs().max() > 0 for part in head.weight.grad.split(32, dim=1))
+    assert name == "frozen" or all(p.grad is not None for _, p in method.named_parameters()["backbone"])
+    with torch.no_grad():
+        torch.testing.assert_close(method.answer(images), head(rows))
+
+
+def test_a_method_with_a_loss_of_its_own_trains_on_the_final_feature(tiny_model: Callable[..., nn.Module]) -> None:
+    with pytest.raises(UserError, match=r"'lwf' train on the final feature: set features\.depths to final, or .* ridge"):
+        METHODS.get("lwf")(tiny_model(), Setup(features=FeatureOptions(depths="all")))
     with pytest.raises(UserError, match=r"'ease' .* final feature.* features\.depths"):
         METHODS.get("ease")(tiny_model(), Setup(features=FeatureOptions(depths=1)))
-    METHODS.get("mamba-cl")(tiny_model(), Setup(classifier="lda", features=FeatureOptions(depths="all")))
+    METHODS.get("lwf")(tiny_model(), Setup(classifier="lda", features=FeatureOptions(depths="all")))
 
 
 def test_depths_and_pools_by_name(tiny_model: Callable[..., nn.Module]) -> None:

@@ -36,6 +36,7 @@ from mambacl.errors import UserError
 from mambacl.methods import METHODS, Setup, Task
 from mambacl.nullspace import NullSpace
 from mambacl.training import checkpoints
+from mambacl.training.build import pick_device
 from mambacl.training.loop import TrainingError
 from mambacl.training.step import TrainingStep
 
@@ -245,6 +246,24 @@ def test_all_processes_hear_what_the_first_is_told(tmp_path: Path) -> None:
     assert all(isinstance(one.error, UserError) for one in found) and str(found[0].error) == str(found[1].error)
 
 
+# Devices
+
+
+def test_under_torchrun_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the process is the only one on its machine: NCCL refuses a device without an index."""
+    chosen: list[int] = []
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0) and chosen == [0, 0]
+    assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes need 2 GPUs, but this machine has 1"):
+        pick_device("auto")
+
+
 # From the command line
 
 
@@ -261,6 +280,20 @@ def config_file(folder: Path, passes: int) -> Path:
     path = folder / "small.yaml"
     path.write_text(json.dumps({**CONFIG, "training": {**SGD, "passes": passes}, "device": "cpu"}))
     return path
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_one_process_under_torchrun_on_a_gpu_is_a_plain_run(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    for folder, launcher in (("plain", ()), ("launched", torchrun)):
+        words = ["train", str(config_file(tmp_path, 2)), "--out", str(tmp_path / folder), "--device", "cuda"]
+        done = subprocess.run(
+            command(*words, launcher=launcher), env=environment(), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    one, other = (results(tmp_path / folder) for folder in ("plain", "launched"))
+    assert one["correct"] == other["correct"] and "processes" not in other
 
 
 @pytest.mark.slow

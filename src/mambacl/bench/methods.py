@@ -95,7 +95,7 @@ def warm_up(step: Callable[[], object], device: torch.device) -> None:
 
 @quiet(logging.WARNING)
 def measure(
-    names: Sequence[str], backbone: str, device: str, batch: int | None, repeats: int = 30, budget: float = 2.0
+    names: Sequence[str], backbone: str, device: str, batch: int | None, repeats: int = 12, budget: float = 0.8
 ) -> Result:
     """`names`: of methods, all if empty. One that cannot work on the backbone is measured on the other kind's nano."""
     clock = Clock(pick_device(device), repeats, budget)

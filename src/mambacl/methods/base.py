@@ -202,9 +202,9 @@ class Method:
                 f"classifier '{kind.name}' has to be trained: choose the method frozen, or a classifier that is "
                 "computed from features, such as ridge."
             )
-        if kind.trains and self.reader.indices:
+        if kind.trains and self.reader.indices and type(self).loss is not Method.loss:
             raise UserError(
-                f"The classifier '{kind.name}' trains on the final feature: set features.depths to final, or choose a "
+                f"The heads of '{self.name}' train on the final feature: set features.depths to final, or choose a "
                 "classifier that is computed from features, such as ridge."
             )
         if getattr(options, "drift", "none") == "efc" and self.input_features != self.num_features:
@@ -275,7 +275,7 @@ class Method:
         return optimizer
 
     def features(self, images: Tensor) -> Tensor:
-        """The final feature, (b, d), which heads train on."""
+        """The final feature, (b, d)."""
         return self.model(images)
 
     def classifier_input(self, images: Tensor) -> Tensor:
@@ -284,7 +284,8 @@ class Method:
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a batch of the current task, and the number of correctly classified images."""
-        return self.task_loss(self.features(images), labels)
+        predict = self.heads is self.classifier  # then they see what the configuration says, else the final feature
+        return self.task_loss((self.classifier_input if predict else self.features)(images), labels)
 
     def task_loss(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy over the classes of the current task, for features (b, d), and the number of correct images."""

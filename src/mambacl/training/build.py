@@ -263,10 +263,10 @@ def check_stream(folder: RunFolder, now: Mapping[str, Any]) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this process. With several on a machine, each has a GPU of its own."""
+    """The device of this process. Under torchrun, each process of a machine has a GPU of its own, by number."""
     check_device(name)
     number, here = processes.on_machine()
-    if here > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
+    if processes.launched() and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
         if here > torch.cuda.device_count():
             raise UserError(
                 f"{here} processes need {here} GPUs, but this machine has {torch.cuda.device_count()}: start fewer, or "
