@@ -374,6 +374,23 @@ def test_what_is_not_wanted_is_left_out(chosen) -> None:
     assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(every, frozen, strict=True)) if i != 2)
 
 
+@pytest.mark.parametrize("layout", [TOKENS_FIRST, CHANNELS_FIRST])
+@pytest.mark.parametrize("without", [(), OPTIONAL])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_channels_first_is_the_same_scan(chosen, layout, groups, without) -> None:
+    inputs = laid_out(random_inputs(b=2, l=21, d=30, n=5, groups=groups, without=without), layout)
+    wanted, wanted_last = cpu.infer(*(inputs[name] for name in INPUTS), False, True, False)
+    turned = {name: None if inputs[name] is None else inputs[name].mT for name in ("u", "delta", "z")}
+    turned |= {name: inputs[name].permute(0, 2, 3, 1) for name in ("B", "C")}
+    for drop in (False, True) if groups == 1 else (False,):
+        if drop:
+            turned |= {name: turned[name].squeeze(1) for name in ("B", "C")}
+        given = inputs | turned
+        out, last = cpu.infer_channels_first(*(given[name] for name in INPUTS), True)
+        assert torch.equal(out.mT, wanted) and torch.equal(last, wanted_last)
+        assert out.mT.stride() == wanted.stride()
+
+
 def test_a_missing_gradient_of_the_last_state_is_zero(chosen) -> None:
     inputs = random_inputs(l=20, d=9, n=3)
     dout, dlast = slopes(inputs)
@@ -418,5 +435,4 @@ def test_what_it_takes() -> None:
 
 @pytest.mark.parametrize("channels, groups, suited", [(6, 6, False), (6, 3, True), (6, 1, True), (1, 1, True)])
 def test_groups_of_one_channel_are_left_to_pytorch(channels, groups, suited) -> None:
-    inputs = random_inputs(d=channels, groups=groups)
-    assert cpu.suits(inputs["u"], inputs["B"]) == suited
+    assert cpu.suits(channels, groups) == suited
