@@ -3,16 +3,18 @@
 // Tiles are processed from the last to the first. In each, a few states at a time are recomputed from the kept ones, and
 // the gradient goes back through them while decays and states are in the cache.
 
+typedef Steps<TILE> ShortSteps;
+
 struct Slopes {
-    Lanes g[MOST_STEPS];          // the gradient of y_t
-    Lanes of_input[MOST_STEPS];   // sum over the states of q B: the gradient of dt_t u_t
-    Lanes of_decay[MOST_STEPS];   // sum over the states of f A log2(e): of dt_t, through the decays
-    Lanes of_gate[MOST_STEPS];    // the gradient of z_t, divided by y_t
+    Lanes g[TILE];                // the gradient of y_t
+    Lanes of_input[TILE];         // sum over the states of q B: the gradient of dt_t u_t
+    Lanes of_decay[TILE];         // sum over the states of f A log2(e): of dt_t, through the decays
+    Lanes of_gate[TILE];          // the gradient of z_t, divided by y_t
 };
 
 // The decays of G states at all times of a tile. They do not depend on each other, so the processor never waits.
 template <int G, bool SHORT>
-static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
+static INLINE void decays(const Lanes* RESTRICT rates, const ShortSteps& RESTRICT steps, long long count,
                           Lanes* RESTRICT to, int between) {
     Lanes a[G];
     UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
@@ -27,7 +29,7 @@ static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT ste
 // Values used together are stored together: addresses that differ by a multiple of 4 KiB would conflict in the cache.
 template <int G, bool SHORT, bool GATE>
 static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes* RESTRICT gradient, Lanes* RESTRICT dA,
-                    Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
+                    ShortSteps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
                     Rows<const T> C, long long count, long long N) {
     Lanes past[TILE + 1][2][G], h[G];  // the decay of each time, and the state before it
     decays<G, SHORT>(a, steps, count, past[0][0], 2 * G);
@@ -78,8 +80,8 @@ struct Block {  // the vectors of one block of channels, one per state
 };
 
 template <bool SHORT, bool GATE>
-static void retreat_all(const Block& k, Steps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B, Rows<const T> C,
-                        long long count, long long N) {
+static void retreat_all(const Block& k, ShortSteps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B,
+                        Rows<const T> C, long long count, long long N) {
     long long n = 0;
 #define RETREAT(G)                                                                                                      \
     retreat<G, SHORT, GATE>(k.a + n, k.start + n, k.q + n, k.dA + n, steps, slopes, sums + n, {B.at + n, B.step}, \
@@ -111,7 +113,7 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             dA[k * N + n] = Lanes{};
         }
     }
-    Steps steps = {};
+    ShortSteps steps = {};
     Slopes slopes = {};  // rows beyond the last tile are read but never used
     alignas(64) T buffers[4][TILE * W];
     for (long long tile = cut.tiles - 1; tile >= 0; --tile) {

@@ -31,16 +31,18 @@ static INLINE Lanes rates(const Problem<T>& p, long long channel, long long coun
     return MOST_POWER / (most + unknown);
 }
 
+template <int MOST>
 struct Steps {
-    Lanes dt[MOST_STEPS], x[MOST_STEPS];  // dt_t; dt_t u_t
-    Lanes y[MOST_STEPS];                  // D u_t, to which the states add <C_t, h_t>
-    Lanes slope[MOST_STEPS];              // of dt_t by delta_t, in a backward
-    bool in_range;                        // whether the short form of `power` covers every decay
+    Lanes dt[MOST], x[MOST];  // dt_t; dt_t u_t
+    Lanes y[MOST];            // D u_t, to which the states add <C_t, h_t>
+    Lanes slope[MOST];        // of dt_t by delta_t, in a backward
+    bool in_range;            // whether the short form of `power` covers every decay
 };
+typedef Steps<MOST_STEPS> LongSteps;
 
-template <bool SLOPE, typename Source>
+template <bool SLOPE, int MOST, typename Source>
 static APART void prepare(const Problem<T>& p, const Place& place, Source u, Source delta, Lanes limit,
-                          Steps& RESTRICT steps) {
+                          Steps<MOST>& RESTRICT steps) {
     const long long count = place.steps;
     const Lanes bias = p.bias ? load_some(p.bias + place.channel, place.count) : Lanes{};
     const Lanes D = p.D ? load_some(p.D + place.channel, place.count) : Lanes{};
@@ -71,8 +73,8 @@ static APART void prepare(const Problem<T>& p, const Place& place, Source u, Sou
 
 // G states through the times of a tile. Inlined into a long function, it would share the registers with that.
 template <int G, bool SHORT>
-static APART void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, Steps& RESTRICT steps, Rows<const T> B,
-                    Rows<const T> C, long long count) {
+static APART void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, LongSteps& RESTRICT steps,
+                          Rows<const T> B, Rows<const T> C, long long count) {
     Lanes a[G], h[G];
     UNROLL for (int j = 0; j < G; ++j) h[j] = states[j], a[j] = rates[j];
     for (long long t = 0; t < count; ++t) {
@@ -89,7 +91,7 @@ static APART void advance(const Lanes* RESTRICT rates, Lanes* RESTRICT states, S
 }
 
 template <bool SHORT>
-static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, Steps& steps, Rows<const T> B,
+static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, LongSteps& steps, Rows<const T> B,
                         Rows<const T> C, long long count) {
     long long n = 0;
     for (; n + FORWARD_STATES <= p.states; n += FORWARD_STATES)
@@ -102,7 +104,7 @@ static void advance_all(const Problem<T>& p, const Lanes* a, Lanes* states, Step
 
 // The outputs of a tile, gated.
 template <typename Source, typename Target>
-static APART void finish(Source z, bool gated, const Steps& steps, Target out, long long count) {
+static APART void finish(Source z, bool gated, const LongSteps& steps, Target out, long long count) {
     for (long long t = 0; t < count; t += TOGETHER) {
         const long long at = together(t, count);
         Lanes y[TOGETHER];
@@ -132,7 +134,7 @@ static void forward_item(const Problem<T>& p, const Item& item, void* memory) {
         limit[k] = rates(p, channel, least(rest, W), a + k * N);
         for (long long n = 0; n < N; ++n) h[k * N + n] = Lanes{};
     }
-    Steps steps = {};
+    LongSteps steps = {};
     alignas(64) T buffers[2][MOST_STEPS * W];
     for (long long tile = 0; tile < cut.tiles; ++tile) {
         const long long begin = tile * cut.step;
