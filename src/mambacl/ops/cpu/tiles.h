@@ -93,11 +93,11 @@ static INLINE U* corner(const View<U>& view, const Place& place, long long lengt
     return view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
 }
 
-// Whether to prefetch tiles. They consist of pieces of many rows. Processors do not predict short pieces, and long ones
-// well enough unless they come from memory; small tensors are cached anyway.
+// Whether to prefetch tiles. They consist of pieces of many rows. Processors predict the long ones and reach for the next
+// in time if few instructions lie between, unless they come from memory. Small tensors are cached anyway.
 static bool fetches(const Problem<T>& p, const Cut& cut) {
-    const long long bytes = p.batch * p.length * p.channels * (long long)sizeof(T);
-    return bytes > (cut.step > TILE ? 1 << 21 : 1 << 17);
+    const bool predicted = cut.step > TILE && BYTES > 16;
+    return p.batch * p.length * p.channels * (long long)sizeof(T) > (predicted ? 1 << 21 : 1 << 17);
 }
 
 // Prefetches a tile to the L2 cache, because L1 takes few requests at a time. Always inlined: GCC drops calls of a
