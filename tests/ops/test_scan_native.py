@@ -324,6 +324,15 @@ def test_functions_far_out(chosen, dtype, bound) -> None:
     torch.testing.assert_close(last, 1 + low.exp(), rtol=1e-6, atol=0)
 
 
+def test_gate_and_softplus_at_infinity(chosen) -> None:
+    x = torch.tensor([torch.inf, -torch.inf])
+    u, one = torch.ones(1, 1, 2), torch.ones(1, 1, 1, 1)
+    gates = one_step(u=u, delta=0 * u, D=u[0, 0], z=x.view(1, 1, -1))
+    steps = cpu.forward(u, x.view(1, 1, -1), -u.view(2, 1), one, one, softplus=True)[0].flatten()
+    assert gates[0] == torch.inf and gates[1].abs() < 1e-35
+    assert steps[0] == torch.inf and steps[1].abs() < 1e-37
+
+
 def test_channels_beyond_the_range_leave_the_others_as_they_are(chosen) -> None:
     inputs = random_inputs(l=20, d=40, n=3, softplus=True)
     dout, dlast = slopes(inputs)

@@ -204,7 +204,7 @@ def chosen_backend(
     if backend == "auto":
         backend = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if backend == "auto":
-        if on_gpu and switch.takes_kernel(u, "auto"):
+        if on_gpu and u.is_cuda and switch.takes_kernel(u, "auto"):
             return "triton"
         return "native" if on_cpu and cpu.suits(A.shape[0], groups) else "torch"
     if backend == "native" and not on_cpu:

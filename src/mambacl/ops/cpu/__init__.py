@@ -50,7 +50,7 @@ built._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_co
 
 
 def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:
-    fits = u.device.type == "cpu" and dtype in (torch.float32, torch.float64) and states <= MOST_STATES
+    fits = u.is_cpu and dtype in (torch.float32, torch.float64) and states <= MOST_STATES
     return fits and built()
 
 

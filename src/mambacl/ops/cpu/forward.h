@@ -3,8 +3,9 @@
 //   dt = softplus(delta + bias);  h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t;  y_t = <C_t, h_t> + D u_t;  out = y silu(z)
 //
 // Time is cut into tiles. Within a tile, blocks of W channels are processed in turn, so that whole cache lines of a tensor
-// are used together. Within a block, a few states at a time go through all times of the tile, so that they stay in
-// registers and their dependency chains overlap.
+// are used together. Within a block, all dt are computed first. Then a few states at a time go through all times of the
+// tile, so that they stay in registers and their dependency chains overlap. The gate comes last. Each of the three is a
+// function by itself (APART): in a long one, constants would not stay in registers.
 
 // B or C of one image and group, in the order of the scan.
 static INLINE Rows<const T> shared_rows(const Shared<T>& M, const Item& item, long long step, const Problem<T>& p) {
