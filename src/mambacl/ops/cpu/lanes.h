@@ -218,7 +218,8 @@ static INLINE void exponentials(Lanes* x) {
 #endif
 }
 
-// x / (1 + exp(-x)): the gate, x times its sigmoid. Below LEAST_EXP it stays at its value there, about 1e-36.
+// x / (1 + exp(-x)): the gate, x times its sigmoid. Below LEAST_EXP it stays at its value there, which
+// is -1.4e-36 in single precision.
 template <int COUNT>
 static INLINE void gate(Lanes* x) {
     Lanes y[COUNT];
@@ -239,7 +240,6 @@ static const T LOGARITHM[] = {T(0.66666666666666309687), T(0.4000000000015511951
                               T(0.17009755783290393411)};
 #endif
 static const int TERMS = sizeof(LOGARITHM) / sizeof(T);
-
 
 // PyTorch's softplus, log(1 + exp(x)), which is linear above 20, and with SLOPE its derivative.
 template <int COUNT, bool SLOPE>
