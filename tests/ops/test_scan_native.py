@@ -1,6 +1,7 @@
 """The C++ scan: every instruction set of this machine against the reference, in both layouts, gradients included."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -64,6 +65,9 @@ def slopes(inputs: Tensors) -> tuple[Tensor, Tensor]:
 
 def run(inputs: Tensors, dout: Tensor, dlast: Tensor | None, **options: bool) -> dict[str, Tensor]:
     out, last, kept = cpu.forward(**inputs, **options)
+    alone = cpu.forward(**inputs, **options, keep=False)  # in longer tiles
+    for found, wanted in zip(alone[:2], (out, last), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     gradients = cpu.backward(dout, dlast, *(inputs[name] for name in INPUTS), kept, **options)
     found = {f"d{name}": gradient for name, gradient in zip(INPUTS, gradients, strict=True)}
     assert [name for name in INPUTS if (found[f"d{name}"] is None) != (inputs[name] is None)] == []
@@ -122,6 +126,8 @@ SHAPES = {
     "above a tile": {"b": 3, "l": cpu.TILE + 1, "d": 33, "n": 16},
     "several tiles and parts": {"b": 2, "l": 2 * cpu.TILE + 3, "d": 150, "n": 16},
     "an odd number of states": {"l": 19, "d": 24, "n": 20},
+    "a long tile and a rest": {"l": 4 * cpu.TILE + 3, "d": 24, "n": 6},
+    "several long tiles": {"b": 2, "l": 12 * cpu.TILE + 5, "d": 40, "n": 4},
     "groups": {"b": 2, "l": 18, "d": 12, "n": 3, "groups": 3},
     "a group per channel": {"b": 2, "l": 9, "d": 6, "n": 8, "groups": 6},
     "wide groups": {"b": 1, "l": 21, "d": 160, "n": 8, "groups": 2},
@@ -303,18 +309,28 @@ def test_the_exponent_of_a_decay_is_rounded_once(chosen) -> None:
     assert ((last - wanted).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-def test_functions_far_out(chosen, dtype) -> None:
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 87.0), (torch.float64, 708.0)], ids=["f32", "f64"])
+def test_functions_far_out(chosen, dtype, bound) -> None:
+    """Below -bound, exp is too small for the type's full precision, and functions may keep their values there."""
     x = torch.tensor([-90.0, -200.0, -1000.0, -1e6, -1e30, 1000.0, 1e30], dtype=dtype)
-    u, least = torch.ones(1, 1, len(x), dtype=dtype), torch.finfo(dtype).tiny
+    u, edge = torch.ones(1, 1, len(x), dtype=dtype), 1.01 * math.exp(-bound)
     steps = one_step(u=u, delta=x.view(1, 1, -1), softplus=True)
     gates = one_step(u=u, delta=0 * u, D=u[0, 0], z=x.view(1, 1, -1))
     wanted = x.double().sigmoid() * x.double()
-    torch.testing.assert_close(steps, F.softplus(x.double()), rtol=1e-6, atol=2 * least)
-    torch.testing.assert_close(gates, wanted, rtol=1e-6, atol=200 * least)
+    torch.testing.assert_close(steps, F.softplus(x.double()), rtol=1e-6, atol=edge)
+    torch.testing.assert_close(gates, wanted, rtol=1e-6, atol=bound * edge)
     low, ones = x[:5], torch.ones(1, 2, 5, dtype=dtype)
     last = cpu.forward(ones, ones, low[:, None], ones[:, :, :1, None], ones[:, :, :1, None])[1].flatten()
     torch.testing.assert_close(last, 1 + low.exp(), rtol=1e-6, atol=0)
+
+
+def test_gate_and_softplus_at_infinity(chosen) -> None:
+    x = torch.tensor([torch.inf, -torch.inf])
+    u, one = torch.ones(1, 1, 2), torch.ones(1, 1, 1, 1)
+    gates = one_step(u=u, delta=0 * u, D=u[0, 0], z=x.view(1, 1, -1))
+    steps = cpu.forward(u, x.view(1, 1, -1), -u.view(2, 1), one, one, softplus=True)[0].flatten()
+    assert gates[0] == torch.inf and gates[1].abs() < 1e-35
+    assert steps[0] == torch.inf and steps[1].abs() < 1e-37
 
 
 def test_channels_beyond_the_range_leave_the_others_as_they_are(chosen) -> None:
@@ -367,6 +383,23 @@ def test_what_is_not_wanted_is_left_out(chosen) -> None:
     assert all(torch.equal(x, y) for i, (x, y) in enumerate(zip(every, frozen, strict=True)) if i != 2)
 
 
+@pytest.mark.parametrize("layout", [TOKENS_FIRST, CHANNELS_FIRST])
+@pytest.mark.parametrize("without", [(), OPTIONAL])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_channels_first_is_the_same_scan(chosen, layout, groups, without) -> None:
+    inputs = laid_out(random_inputs(b=2, l=21, d=30, n=5, groups=groups, without=without), layout)
+    wanted, wanted_last = cpu.infer(*(inputs[name] for name in INPUTS), False, True, False)
+    turned = {name: None if inputs[name] is None else inputs[name].mT for name in ("u", "delta", "z")}
+    turned |= {name: inputs[name].permute(0, 2, 3, 1) for name in ("B", "C")}
+    for drop in (False, True) if groups == 1 else (False,):
+        if drop:
+            turned |= {name: turned[name].squeeze(1) for name in ("B", "C")}
+        given = inputs | turned
+        out, last = cpu.infer_channels_first(*(given[name] for name in INPUTS), True)
+        assert torch.equal(out.mT, wanted) and torch.equal(last, wanted_last)
+        assert out.mT.stride() == wanted.stride()
+
+
 def test_a_missing_gradient_of_the_last_state_is_zero(chosen) -> None:
     inputs = random_inputs(l=20, d=9, n=3)
     dout, dlast = slopes(inputs)
@@ -411,5 +444,4 @@ def test_what_it_takes() -> None:
 
 @pytest.mark.parametrize("channels, groups, suited", [(6, 6, False), (6, 3, True), (6, 1, True), (1, 1, True)])
 def test_groups_of_one_channel_are_left_to_pytorch(channels, groups, suited) -> None:
-    inputs = random_inputs(d=channels, groups=groups)
-    assert cpu.suits(inputs["u"], inputs["B"]) == suited
+    assert cpu.suits(channels, groups) == suited

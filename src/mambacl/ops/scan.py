@@ -50,21 +50,24 @@ def selective_scan(
     the dtype of the computation. `backend`: "auto", "reference", "torch" (any device), "native" (C++, CPU) or "triton"
     (CUDA).
     """
-    _check_shapes(u, delta, A, B, C, D, z, delta_bias)
+    groups = _check_shapes(u, delta, A, B, C, D, z, delta_bias)
     if not u.is_floating_point():
         raise UserError(f"selective_scan needs floating-point tensors, got u of {u.dtype}; convert it with u.float().")
-    dtype = _common_dtype(u, delta, A, B, C, D, z, delta_bias)
-    tokens, B_tokens, C_tokens = u.mT, *_same_groups(_tokens_first(B, u), _tokens_first(C, u))
-    chosen = chosen_backend(tokens, A, backend, dtype, B_tokens)
-    if chosen == "reference":
-        x, dt, A, B, C, D, z, bias = (_in_dtype(tensor, dtype) for tensor in (u, delta, A, B, C, D, z, delta_bias))
+    inputs = (u, delta, A, B, C, D, z, delta_bias)
+    dtype = _common_dtype(*inputs)
+    chosen = chosen_backend(u, A, backend, dtype, math.lcm(*groups))
+    if chosen == "native" and groups[0] == groups[1] < u.shape[1] and _goes_as_given(inputs, dtype):
+        y, last = cpu.infer_channels_first(*inputs, delta_softplus)
+    elif chosen == "reference":
+        x, dt, A, B, C, D, z, bias = (_in_dtype(tensor, dtype) for tensor in inputs)
         with full_precision(u):
             y, last = selective_scan_reference(x, dt, A, B, C, D, z, bias, delta_softplus)
         y = _in_dtype(y, u.dtype)
     else:
         gate = None if z is None else z.mT
+        B_tokens, C_tokens = _same_groups(_tokens_first(B, u), _tokens_first(C, u))
         y, last = _scan_by(
-            *(chosen, dtype, tokens, delta.mT, A, B_tokens, C_tokens, D, gate, delta_bias),
+            *(chosen, dtype, u.mT, delta.mT, A, B_tokens, C_tokens, D, gate, delta_bias),
             *(False, delta_softplus, False, u.dtype),
         )
         y = y.mT
@@ -98,7 +101,7 @@ def scan_tokens(
     """
     dtype = _common_dtype(u, delta, A, B, C, D, z, bias)
     B, C = _same_groups(B, C)
-    chosen = chosen_backend(u, A, backend, dtype, B)
+    chosen = chosen_backend(u, A, backend, dtype, B.shape[2])
     return _scan_by(chosen, dtype, u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, out_dtype or dtype)
 
 
@@ -189,10 +192,10 @@ def scans_by_kernel(u: Tensor, A: Tensor) -> bool:
 
 
 def chosen_backend(
-    u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32, B: Tensor | None = None
+    u: Tensor, A: Tensor, backend: str = "auto", dtype: torch.dtype = torch.float32, groups: int = 1
 ) -> str:
     """The backend for these inputs, computed in `dtype`: the caller's choice, then the environment's, then the fastest
-    that supports them. B (b, l, g, n), if known, decides which is faster on a CPU."""
+    that supports them. The number of groups of B and C decides which is faster on a CPU."""
     if scan_traced.active():
         return scan_traced.BACKEND
     states = A.shape[1]
@@ -201,9 +204,9 @@ def chosen_backend(
     if backend == "auto":
         backend = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
     if backend == "auto":
-        if on_gpu and switch.takes_kernel(u, "auto"):
+        if on_gpu and u.is_cuda and switch.takes_kernel(u, "auto"):
             return "triton"
-        return "native" if on_cpu and (B is None or cpu.suits(u, B)) else "torch"
+        return "native" if on_cpu and cpu.suits(A.shape[0], groups) else "torch"
     if backend == "native" and not on_cpu:
         raise UserError(
             f"The scan backend 'native' needs the compiled kernel, CPU tensors and at most {cpu.MOST_STATES} "
@@ -218,6 +221,15 @@ def chosen_backend(
         names = ", ".join(available_backends())
         raise UserError(f"There is no scan backend '{backend}'; choose one of {names}.")
     return backend
+
+
+def _goes_as_given(inputs: tuple[Tensor | None, ...], dtype: torch.dtype) -> bool:
+    """Whether the compiled kernel can take the inputs of `selective_scan` as they are, because no gradients are wanted.
+    What Python does around a short scan takes a noticeable part of its time."""
+    for x in inputs:
+        if x is not None and x.dtype != dtype:
+            return False
+    return not wants_gradient(inputs) and is_direct(inputs)
 
 
 def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -250,29 +262,34 @@ def _tokens_first(M: Tensor, u: Tensor) -> Tensor:
     return M.mT.unsqueeze(2) if M.dim() == 3 else M.permute(0, 3, 1, 2)
 
 
-def _check_shapes(u, delta, A, B, C, D, z, delta_bias) -> None:  # type: ignore[no-untyped-def]
+def _check_shapes(u, delta, A, B, C, D, z, delta_bias) -> list[int]:  # type: ignore[no-untyped-def]
+    """Returns the numbers of groups of B and C."""
     if u.dim() != 3 or A.dim() != 2:
         raise UserError(f"selective_scan takes u (b, d, l) and A (d, n), got {tuple(u.shape)} and {tuple(A.shape)}.")
-    batch, channels, length = u.shape
+    of_u = batch, channels, length = u.shape
     n = A.shape[1]
     if length == 0 or batch == 0:
         raise UserError(f"selective_scan needs at least one image and one token, got u of shape {tuple(u.shape)}.")
+    found = []
     for name, M in (("B", B), ("C", C)):
         shape = M.shape
-        groups = shape[1] if len(shape) == 4 else 1
-        wanted = {2: (channels, n), 3: (batch, n, length), 4: (batch, groups, n, length)}.get(len(shape))
+        dims = len(shape)
+        groups = shape[1] if dims == 4 else max(1, channels) if dims == 2 else 1
+        wanted = (batch, n, length) if dims == 3 else (batch, groups, n, length) if dims == 4 else (channels, n)
         if shape != wanted or channels % groups:
             raise UserError(
                 f"selective_scan takes {name} as (d, n), (b, n, l) or (b, g, n, l) with b={batch}, d={channels}, "
                 f"n={n}, l={length} and g a divisor of d, got {tuple(shape)}."
             )
-    of_u, of_channels = (batch, channels, length), (channels,)
-    for name, tensor, wanted in (
+        found.append(groups)
+    of_channels = (channels,)
+    for name, tensor, needed in (
         ("delta", delta, of_u),
         ("A", A, (channels, n)),
         ("D", D, of_channels),
         ("z", z, of_u),
         ("delta_bias", delta_bias, of_channels),
     ):
-        if tensor is not None and tensor.shape != wanted:
-            raise UserError(f"selective_scan takes {name} of shape {wanted}, got {tuple(tensor.shape)}.")
+        if tensor is not None and tensor.shape != needed:
+            raise UserError(f"selective_scan takes {name} of shape {tuple(needed)}, got {tuple(tensor.shape)}.")
+    return found

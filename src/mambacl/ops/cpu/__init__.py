@@ -50,14 +50,14 @@ built._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `assume_co
 
 
 def supports(u: Tensor, dtype: torch.dtype, states: int) -> bool:
-    fits = u.device.type == "cpu" and dtype in (torch.float32, torch.float64) and states <= MOST_STATES
+    fits = u.is_cpu and dtype in (torch.float32, torch.float64) and states <= MOST_STATES
     return fits and built()
 
 
-def suits(u: Tensor, B: Tensor) -> bool:
+def suits(channels: int, groups: int) -> bool:
     """Whether this is likely faster than the backend `torch`. With one channel per group (B and C constant in time), a
     vector holds a single number, and it can be slower."""
-    return B.shape[2] < u.shape[2] or u.shape[2] == 1
+    return groups < channels or channels == 1
 
 
 @functools.cache
@@ -112,12 +112,25 @@ def infer(
     return _forward(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, None)
 
 
+def infer_channels_first(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
+    softplus: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`infer` for u, delta, z (b, d, l) and B, C (b, n, l) or (b, g, n, l). The views that turn them take
+    noticeable time beside a short scan."""
+    return _forward(u, delta, A, B, C, D, z, bias, False, softplus, False, None, True)
+
+
 def _forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    log_A: bool, softplus: bool, reverse: bool, kept: Tensor | None,
+    log_A: bool, softplus: bool, reverse: bool, kept: Tensor | None, channels_first: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, last = out_like(u), u.new_empty((u.shape[0], *A.shape))
-    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, kept)
+    if channels_first:
+        out = u.new_empty(u.shape) if u.stride(2) == 1 != u.stride(1) else out_like(u.mT).mT
+    else:
+        out = out_like(u)
+    last = u.new_empty((u.shape[0], *A.shape))
+    call = _Call(u, delta, A, B, C, D, z, bias, log_A, softplus, reverse, kept, channels_first)
     call.views(u, delta, z, None)
     call.pointers.append(last.data_ptr())
     call.views(out)
@@ -151,18 +164,27 @@ class _Call:
     def __init__(
         self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
         bias: Tensor | None, log_A: bool, softplus: bool, reverse: bool, kept: Tensor | None,
+        channels_first: bool = False,
     ) -> None:  # fmt: skip
         D, bias = _contiguous(D), _contiguous(bias)
         self.double = u.dtype == torch.float64
+        self.channels_first = channels_first
         self.kept_alive = D, bias
         self.pointers = [A.data_ptr(), B.data_ptr(), C.data_ptr(), _address(D), _address(bias), _address(kept)]
-        self.numbers: list[int] = [*u.shape, *B.shape[2:], log_A, softplus, reverse]
-        self.numbers += (*A.stride(), *B.stride(), *C.stride())
+        if channels_first:
+            batch, channels, length = u.shape
+            groups, states = B.shape[1] if B.dim() == 4 else 1, A.shape[1]
+            of_B, of_C = _shared(B), _shared(C)
+        else:
+            (batch, length, channels), (groups, states) = u.shape, B.shape[2:]
+            of_B, of_C = B.stride(), C.stride()
+        self.numbers: list[int] = [batch, length, channels, groups, states, log_A, softplus, reverse]
+        self.numbers += (*A.stride(), *of_B, *of_C)
 
     def views(self, *tensors: Tensor | None) -> None:
         for x in tensors:
             self.pointers.append(0 if x is None else x.data_ptr())
-            self.numbers += (0, 0, 0) if x is None else x.stride()
+            self.numbers += (0, 0, 0) if x is None else _turned(x) if self.channels_first else x.stride()
 
     def run(self) -> None:
         found = library()
@@ -177,6 +199,18 @@ class _Call:
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(0) == 1 else x.contiguous()
+
+
+def _turned(x: Tensor) -> tuple[int, ...]:
+    """The strides of (b, d, l) in the order (b, l, d)."""
+    batch, channel, time = x.stride()
+    return batch, time, channel
+
+
+def _shared(M: Tensor) -> tuple[int, ...]:
+    """The strides of (b, n, l) or (b, g, n, l) in the order (b, l, g, n)."""
+    batch, *group, state, time = M.stride()
+    return batch, time, *(group or (0,)), state
 
 
 def _address(x: Tensor | None) -> int:

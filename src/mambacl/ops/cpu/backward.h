@@ -3,6 +3,8 @@
 // Tiles are processed from the last to the first. In each, a few states at a time are recomputed from the kept ones, and
 // the gradient goes back through them while decays and states are in the cache.
 
+typedef Steps<TILE> ShortSteps;
+
 struct Slopes {
     Lanes g[TILE];                // the gradient of y_t
     Lanes of_input[TILE];         // sum over the states of q B: the gradient of dt_t u_t
@@ -12,7 +14,7 @@ struct Slopes {
 
 // The decays of G states at all times of a tile. They do not depend on each other, so the processor never waits.
 template <int G, bool SHORT>
-static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT steps, long long count,
+static INLINE void decays(const Lanes* RESTRICT rates, const ShortSteps& RESTRICT steps, long long count,
                           Lanes* RESTRICT to, int between) {
     Lanes a[G];
     UNROLL for (int j = 0; j < G; ++j) a[j] = rates[j];
@@ -27,7 +29,7 @@ static INLINE void decays(const Lanes* RESTRICT rates, const Steps& RESTRICT ste
 // Values used together are stored together: addresses that differ by a multiple of 4 KiB would conflict in the cache.
 template <int G, bool SHORT, bool GATE>
 static void retreat(const Lanes* RESTRICT a, const Lanes* RESTRICT start, Lanes* RESTRICT gradient, Lanes* RESTRICT dA,
-                    Steps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
+                    ShortSteps& RESTRICT steps, Slopes& RESTRICT slopes, Lanes* RESTRICT sums, Rows<const T> B,
                     Rows<const T> C, long long count, long long N) {
     Lanes past[TILE + 1][2][G], h[G];  // the decay of each time, and the state before it
     decays<G, SHORT>(a, steps, count, past[0][0], 2 * G);
@@ -78,8 +80,8 @@ struct Block {  // the vectors of one block of channels, one per state
 };
 
 template <bool SHORT, bool GATE>
-static void retreat_all(const Block& k, Steps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B, Rows<const T> C,
-                        long long count, long long N) {
+static void retreat_all(const Block& k, ShortSteps& steps, Slopes& slopes, Lanes* sums, Rows<const T> B,
+                        Rows<const T> C, long long count, long long N) {
     long long n = 0;
 #define RETREAT(G)                                                                                                      \
     retreat<G, SHORT, GATE>(k.a + n, k.start + n, k.q + n, k.dA + n, steps, slopes, sums + n, {B.at + n, B.step}, \
@@ -97,11 +99,13 @@ static long long backward_lanes(const Problem<T>& p) {  // vectors of memory for
 
 static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
     const long long blocks = (item.end - item.first + W - 1) / W, N = p.states;
-    Lanes *a = static_cast<Lanes*>(memory), *q = a + blocks * N, *dA = q + blocks * N, *most = dA + blocks * N;
-    Lanes *dD = most + blocks, *dbias = dD + blocks, *start = dbias + blocks, *sums = start + N;
+    const Cut cut = short_tiles(p);
+    const bool ahead = fetches(p, cut);
+    Lanes *a = static_cast<Lanes*>(memory), *q = a + blocks * N, *dA = q + blocks * N, *limit = dA + blocks * N;
+    Lanes *dD = limit + blocks, *dbias = dD + blocks, *start = dbias + blocks, *sums = start + N;
     for (long long k = 0; k < blocks; ++k) {
         const long long channel = item.first + k * W, rest = item.end - channel, width = least(rest, W);
-        most[k] = rates(p, channel, width, a + k * N);
+        limit[k] = rates(p, channel, width, a + k * N);
         dD[k] = dbias[k] = Lanes{};
         for (long long n = 0; n < N; ++n) {
             const T* dlast = p.dlast + (item.image * p.channels + channel) * N + n;
@@ -109,33 +113,36 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
             dA[k * N + n] = Lanes{};
         }
     }
-    Steps steps = {};
+    ShortSteps steps = {};
     Slopes slopes = {};  // rows beyond the last tile are read but never used
     alignas(64) T buffers[4][TILE * W];
-    for (long long tile = p.tiles() - 1; tile >= 0; --tile) {
+    for (long long tile = cut.tiles - 1; tile >= 0; --tile) {
         const long long begin = tile * TILE, count = least(p.length - begin, TILE);
         const Rows<const T> B = shared_rows(p.B, item, begin, p), C = shared_rows(p.C, item, begin, p);
         for (long long i = 0; i < 2 * TILE * N; ++i) sums[i] = Lanes{};
-        const Place first = place_at(p, item, tile > 0 ? tile - 1 : 0, 0);  // of the next tile
+        const Place first = place_at(p, item, cut, tile > 0 ? tile - 1 : 0, 0);  // of the next tile
         for (long long k = 0; k < blocks; ++k) {
-            const Place place = place_at(p, item, tile, k), next = k + 1 < blocks ? place_at(p, item, tile, k + 1) : first;
+            const Place place = place_at(p, item, cut, tile, k);
+            const Place next = k + 1 < blocks ? place_at(p, item, cut, tile, k + 1) : first;
             const long long channel = place.channel, width = place.count;
             const Rows<const T> u = rows_of(p.u, place, p.length, p.reverse, buffers[0]);
             const Rows<const T> delta = rows_of(p.delta, place, p.length, p.reverse, buffers[1]);
             const Rows<const T> dout = rows_of(p.dout, place, p.length, p.reverse, buffers[2]);
             const Lanes D = p.D ? load_some(p.D + channel, width) : Lanes{};
-            prepare<true>(p, place, u, delta, most[k], steps);
-            const View<const T>* const read[] = {&p.u, &p.delta, &p.z, &p.dout};
-            const View<T>* const written[] = {&p.du, &p.ddelta, &p.dz};
-            for (const View<const T>* view : read) fetch(p, *view, next);
-            for (const View<T>* view : written) fetch(p, *view, next);
+            prepare<true>(p, place, u, delta, limit[k], steps);
+            if (ahead) {
+                const View<const T>* const read[] = {&p.u, &p.delta, &p.z, &p.dout};
+                const View<T>* const written[] = {&p.du, &p.ddelta, &p.dz};
+                for (const View<const T>* view : read) fetch(p, *view, next);
+                for (const View<T>* view : written) fetch(p, *view, next);
+            }
             for (long long t = 0; t < count; ++t) {
                 slopes.g[t] = load(dout[t]);
                 slopes.of_input[t] = slopes.of_decay[t] = Lanes{};
             }
             if (p.z.at) {
                 const Rows<const T> z = rows_of(p.z, place, p.length, p.reverse, buffers[3]);
-                for (long long t = 0; t < count; t += TOGETHER) {
+                for (long long t = 0; t < count; t += TOGETHER) {  // rows beyond the last are computed but never used
                     Lanes gates[TOGETHER], rest;
                     load_together(z, t, count, gates);
                     UNROLL for (int j = 0; j < TOGETHER; ++j) {
@@ -146,7 +153,7 @@ static void backward_item(const Problem<T>& p, const Item& item, void* memory) {
                 }
             }
             for (long long n = 0; n < N; ++n)
-                start[n] = load_some(p.kept + ((item.image * p.tiles() + tile) * N + n) * p.channels + channel, width);
+                start[n] = load_some(p.kept + ((item.image * cut.tiles + tile) * N + n) * p.channels + channel, width);
             const Block block = {a + k * N, q + k * N, dA + k * N, start};
             if (p.z.at)
                 (steps.in_range ? retreat_all<true, true> : retreat_all<false, true>)(

@@ -50,7 +50,15 @@ static INLINE Lanes load(const T* from) {
 static INLINE void store(T* to, Lanes value) { memcpy(to, &value, sizeof(value)); }
 
 static INLINE bool all(Mask mask) {
-#if BYTES
+#if BYTES == 64 && defined(SINGLE)
+    return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
+#elif BYTES == 64
+    return _mm512_movepi64_mask((__m512i)mask) == 0xff;
+#elif BYTES == 32 && defined(SINGLE)
+    return _mm256_movemask_ps((__m256)mask) == 0xff;
+#elif BYTES == 32
+    return _mm256_movemask_pd((__m256d)mask) == 0xf;
+#elif BYTES
     Mask every = mask;
     for (int i = 1; i < W; ++i) every[0] &= mask[i];
     return every[0] != 0;
@@ -59,7 +67,34 @@ static INLINE bool all(Mask mask) {
 #endif
 }
 
-static INLINE Lanes magnitude(Lanes x) { return x < T(0) ? -x : x; }
+static INLINE Lanes magnitude(Lanes x) {
+    Bits bits;
+    memcpy(&bits, &x, sizeof(bits));
+    bits &= ~Bits{} >> 1;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+// The larger and the smaller of both; b if one is NaN.
+static INLINE Lanes larger(Lanes a, Lanes b) {
+#if BYTES == 64 && defined(SINGLE)
+    return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#elif BYTES == 32 && defined(SINGLE)
+    return (Lanes)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+static INLINE Lanes smaller(Lanes a, Lanes b) {
+#if BYTES == 64 && defined(SINGLE)
+    return (Lanes)_mm512_min_ps((__m512)a, (__m512)b);
+#elif BYTES == 32 && defined(SINGLE)
+    return (Lanes)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
 
 // a b + c, rounded once where the processor can. On its own, Clang fuses a product and a sum only if nothing else uses
 // the product.
@@ -126,8 +161,8 @@ static const T ROOT[] = {T(0.6931573297733595), T(0.24022649737376855)};
 #endif
 static const int DEGREE = sizeof(ROOT) / sizeof(T);
 
-// The functions below take one vector each. Calls for other vectors do not depend on it, so the processor overlaps them;
-// a function of several would need more registers than AVX2 has.
+// The powers take one vector each. Calls for other vectors do not depend on it, so the processor overlaps them; a function
+// of several would need more registers than AVX2 has.
 
 // 2^(k + r), where `shifted` is k + MAGIC.
 static INLINE Lanes raise(Lanes r, Lanes shifted) {
@@ -162,19 +197,37 @@ static INLINE Lanes power(Lanes a, Lanes b) {
     return k == k ? to : k;
 }
 
-// exp(x) to full accuracy for x <= MOST_EXP; zero below LEAST_EXP.
-static INLINE Lanes exponential(Lanes x) {
-    const Lanes shifted = x * LOG2E + MAGIC, k = shifted - MAGIC;
+// Each function below takes COUNT vectors, one stage after the other. In one vector so many operations depend on each
+// other that the processor cannot look far enough ahead to overlap them with those of the next.
+#define EACH UNROLL for (int j = 0; j < COUNT; ++j)
+
+// exp(x) to full accuracy for LEAST_EXP <= x <= MOST_EXP.
+template <int COUNT>
+static INLINE void exponentials(Lanes* x) {
+    Lanes shifted[COUNT], k[COUNT];
+    EACH shifted[j] = x[j] * LOG2E + MAGIC;
+    EACH k[j] = shifted[j] - MAGIC;
 #ifdef TABLE  // such a processor fuses: x log2(e) - k has all its digits
-    return x < LEAST_EXP ? Lanes{} : raise(fused(x, splat(LOG2E), -k) + x * LOG2E_REST, shifted);
+    EACH x[j] = fused(x[j], splat(LOG2E), -k[j]) + x[j] * LOG2E_REST;
+    EACH x[j] = raise(x[j], shifted[j]);
 #else
-    const Lanes found = x < LEAST_EXP ? Lanes{} : raise(((x - k * LN2_HIGH) - k * LN2_LOW) * LOG2E, shifted);
-    return x == x ? found : x;  // the addition to the exponent can make NaN a number
+    EACH {
+        const Lanes found = raise(((x[j] - k[j] * LN2_HIGH) - k[j] * LN2_LOW) * LOG2E, shifted[j]);
+        x[j] = x[j] == x[j] ? found : x[j];  // the addition to the exponent can make NaN a number
+    }
 #endif
 }
 
-// exp(-|x|)
-static INLINE Lanes falling(Lanes x) { return exponential(x > T(0) ? -x : x); }
+// x / (1 + exp(-x)): the gate, x times its sigmoid. Below LEAST_EXP it stays at its value there, which
+// is -1.4e-36 in single precision.
+template <int COUNT>
+static INLINE void gate(Lanes* x) {
+    Lanes y[COUNT];
+    EACH x[j] = larger(splat(LEAST_EXP), x[j]);
+    EACH y[j] = -smaller(splat(-LEAST_EXP), x[j]);
+    exponentials<COUNT>(y);
+    EACH x[j] /= y[j] + T(1);
+}
 
 // log(1 + y) for 0 <= y <= 1 is 2 atanh(w) with w = y / (2 + y): small y keep their digits. The coefficients of w^3, ...
 #ifdef SINGLE
@@ -188,37 +241,39 @@ static const T LOGARITHM[] = {T(0.66666666666666309687), T(0.4000000000015511951
 #endif
 static const int TERMS = sizeof(LOGARITHM) / sizeof(T);
 
-static INLINE Lanes log_1_plus(Lanes y) {
-    const Lanes w = y / (y + T(2)), s = w * w;
-    Lanes sum = s * LOGARITHM[TERMS - 1] + LOGARITHM[TERMS - 2];
-    UNROLL for (int i = TERMS - 3; i >= 0; --i) sum = sum * s + LOGARITHM[i];
-    return sum * s * w + (w + w);
+// PyTorch's softplus, log(1 + exp(x)), which is linear above 20, and with SLOPE its derivative.
+template <int COUNT, bool SLOPE>
+static INLINE void softplus(Lanes* x, Lanes* slope) {
+    Lanes y[COUNT], w[COUNT], s[COUNT], sum[COUNT];
+    EACH y[j] = larger(splat(LEAST_EXP), -magnitude(x[j]));
+    exponentials<COUNT>(y);
+    EACH w[j] = y[j] / (y[j] + T(2));
+    EACH s[j] = w[j] * w[j];
+    EACH sum[j] = s[j] * LOGARITHM[TERMS - 1] + LOGARITHM[TERMS - 2];
+    UNROLL for (int i = TERMS - 3; i >= 0; --i) EACH sum[j] = sum[j] * s[j] + LOGARITHM[i];
+    EACH sum[j] = sum[j] * s[j] * w[j] + (w[j] + w[j]) + larger(x[j], Lanes{});
+#ifndef SINGLE
+    EACH sum[j] = x[j] > T(20) ? x[j] : sum[j];  // in single precision, what is added is less than half a unit
+#endif
+    if (SLOPE) {
+        EACH slope[j] = (x[j] > T(0) ? splat(T(1)) : y[j]) / (y[j] + T(1));
+        EACH slope[j] = x[j] > T(20) ? splat(T(1)) : slope[j];
+    }
+    EACH x[j] = sum[j];
 }
+#undef EACH
 
-// x / (1 + exp(-x)): the gate, x times its sigmoid.
-static INLINE Lanes gate(Lanes x) {
-    const Lanes y = falling(x);
-    return x * (x > T(0) ? splat(T(1)) : y) / (y + T(1));
+// exp(x) to full accuracy for x <= MOST_EXP; zero below LEAST_EXP.
+static INLINE Lanes exponential(Lanes x) {
+    Lanes y = x;
+    exponentials<1>(&y);
+    return x < LEAST_EXP ? Lanes{} : y;
 }
 
 // 1 / (1 + exp(-x)) and 1 minus it, both to full accuracy.
 static INLINE Lanes sigmoid(Lanes x, Lanes& rest) {
-    const Lanes y = falling(x), large = T(1) / (y + T(1)), small = y * large;
+    const Lanes y = exponential(-magnitude(x)), large = T(1) / (y + T(1)), small = y * large;
     rest = x > T(0) ? small : large;
     return x > T(0) ? large : small;
-}
-
-// PyTorch's softplus, which is linear above 20, and with SLOPE its derivative. y is exp(-|x|).
-template <bool SLOPE>
-static INLINE Lanes softplus(Lanes x, Lanes y, Lanes& slope) {
-    Lanes to = log_1_plus(y) + (x > T(0) ? x : Lanes{});
-#ifndef SINGLE
-    to = x > T(20) ? x : to;  // in single precision, what is added is less than half a unit
-#endif
-    if (SLOPE) {
-        slope = (x > T(0) ? splat(T(1)) : y) / (y + T(1));
-        slope = x > T(20) ? splat(T(1)) : slope;
-    }
-    return to;
 }
 #undef TABLE

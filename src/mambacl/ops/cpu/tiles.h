@@ -1,16 +1,37 @@
-// Tiles of TILE times by W channels: read from and written to tensors of any strides. Included after lanes.h.
+// Tiles of some times by W channels: read from and written to tensors of any strides. Included after lanes.h.
 //
 // If the channels of a tensor are contiguous, a tile is read in place, row by row. If the times are, as in the public
 // (b, d, l), it is transposed by quads of 16 bytes: by the forward in registers, by the backward, which reads a tile more
 // than once, through a buffer. Any other layout is copied number by number.
 
+static const int TOGETHER = 4;  // times that are read and computed at once
+
+// Sizes of tiles. A few times that remain go with the last tile.
+struct Cut {
+    long long step, tiles;
+    long long length(long long tile, long long times) const { return tile + 1 < tiles ? step : times - tile * step; }
+};
+static const int LONG_TILE = 64;
+static const int MOST_STEPS = LONG_TILE + TOGETHER;
+
+// The backward wants the states at the start of each TILE times.
+static INLINE Cut short_tiles(const Problem<T>& p) { return {TILE, p.tiles()}; }
+
+// Without it, tiles of equal size; the fewer, the less often registers are filled and loops begin.
+static INLINE Cut long_tiles(const Problem<T>& p) {
+    const long long times = p.length < TOGETHER ? 1 : p.length - TOGETHER + 1;
+    const long long tiles = (times + LONG_TILE - 1) / LONG_TILE;
+    const long long step = ((times + tiles - 1) / tiles + TOGETHER - 1) / TOGETHER * TOGETHER;
+    return {step, (times + step - 1) / step};
+}
+
 struct Place {
     long long image, step, steps, channel, count;  // steps are times in the order of the scan; `count` <= W channels
 };
 
-static INLINE Place place_at(const Problem<T>& p, const Item& item, long long tile, long long block) {
-    const long long step = tile * TILE, channel = item.first + block * W;
-    return {item.image, step, least(p.length - step, TILE), channel, least(item.end - channel, W)};
+static INLINE Place place_at(const Problem<T>& p, const Item& item, const Cut& cut, long long tile, long long block) {
+    const long long channel = item.first + block * W;
+    return {item.image, tile * cut.step, cut.length(tile, p.length), channel, least(item.end - channel, W)};
 }
 
 #if BYTES
@@ -72,14 +93,18 @@ static INLINE U* corner(const View<U>& view, const Place& place, long long lengt
     return view.at + place.image * view.batch + begin * view.time + place.channel * view.channel;
 }
 
-// Prefetches a tile: it consists of short pieces of many rows, which processors do not predict. The pieces go to the L2
-// cache, because L1 takes few requests at a time. Small tensors are cached anyway. Always inlined: GCC drops calls of a
-// function that only prefetches.
-static const long long SMALL = 1 << 17;  // bytes of a tensor
+// Whether to prefetch tiles. They consist of pieces of many rows. Processors predict the long ones and reach for the next
+// in time if few instructions lie between, unless they come from memory. Small tensors are cached anyway.
+static bool fetches(const Problem<T>& p, const Cut& cut) {
+    const bool predicted = cut.step > TILE && BYTES > 16;
+    return p.batch * p.length * p.channels * (long long)sizeof(T) > (predicted ? 1 << 21 : 1 << 17);
+}
 
+// Prefetches a tile to the L2 cache, because L1 takes few requests at a time. Always inlined: GCC drops calls of a
+// function that only prefetches.
 template <typename U>
 static INLINE void fetch(const Problem<T>& p, const View<U>& view, const Place& place) {
-    if (!view.at || p.batch * p.length * p.channels * (long long)sizeof(T) <= SMALL) return;
+    if (!view.at) return;
     U* at = corner(view, place, p.length, p.reverse);
     if (view.channel == 1) {
         const U* end = at + place.count;
@@ -87,8 +112,9 @@ static INLINE void fetch(const Problem<T>& p, const View<U>& view, const Place& 
         for (long long t = 0; t < place.steps; ++t) PREFETCH(at + t * view.time + place.count - 1);
     } else if (view.time == 1) {
         for (long long c = 0; c < place.count; ++c) {
-            PREFETCH(at + c * view.channel);
-            PREFETCH(at + c * view.channel + place.steps - 1);  // most pieces lie on two cache lines
+            U* row = at + c * view.channel;
+            for (long long t = 0; t < place.steps - 1; t += 64 / (long long)sizeof(T)) PREFETCH(row + t);
+            PREFETCH(row + place.steps - 1);  // most pieces begin within a cache line
         }
     }
 }
@@ -249,48 +275,45 @@ static INLINE void store_across(T* to, long long channel, const Lanes* from) {
 }
 #endif
 
-// A tile in memory of which `steps` times of `count` channels exist.
+// A tile whose times are contiguous, and which the forward transposes in registers.
 template <typename U>
-struct Tile {
+struct Columns {
     U* at;
-    long long step, channel, steps, count;
+    long long channel;
 };
 
 template <typename U>
-static INLINE Tile<U> tile_at(const View<U>& view, const Place& place, long long length, bool reverse) {
-    const Rows<U> rows = rows_in_place(view, place, length, reverse);
-    return {rows.at, rows.step, view.channel, place.steps, place.count};
+static INLINE bool in_columns(const View<U>& view, const Place& place, bool reverse) {
+    return view.time == 1 && view.channel != 1 && !reverse && place.count == W && place.steps >= TOGETHER;
 }
 
-// TOGETHER times are read at once. Beyond the last time of a tile, its last row is repeated.
-static const int TOGETHER = 4;
+template <typename U>
+static INLINE Columns<U> columns_of(const View<U>& view, const Place& place) {
+    return {corner(view, place, 0, false), view.channel};
+}
 
+// The first of TOGETHER times. The last of them overlap with those before, which are computed twice: rows do not depend
+// on each other.
+static INLINE long long together(long long t, long long steps) {
+    return t + TOGETHER <= steps || steps < TOGETHER ? t : steps - TOGETHER;
+}
+
+// A tile shorter than that repeats its last row.
 static INLINE void load_together(Rows<const T> rows, long long t, long long steps, Lanes* to) {
     UNROLL for (int j = 0; j < TOGETHER; ++j) to[j] = load(rows[least(t + j, steps - 1)]);
 }
 
-static INLINE void load_together(const Tile<const T>& tile, long long t, long long steps, Lanes* to) {
-    if (tile.channel == 1 && tile.count == W) return load_together(Rows<const T>{tile.at, tile.step}, t, steps, to);
-    if (tile.step == 1 && tile.count == W && t + TOGETHER <= steps) {
-        UNROLL for (int j = 0; j < TOGETHER; j += Q) load_across(tile.at + t + j, tile.channel, to + j);
-        return;
-    }
-    for (int j = 0; j < TOGETHER; ++j)
-        to[j] = t + j < steps ? gather(tile.at + (t + j) * tile.step, tile.channel, tile.count) : to[j - 1];
+static INLINE void load_together(Columns<const T> columns, long long t, long long, Lanes* to) {
+    UNROLL for (int j = 0; j < TOGETHER; j += Q) load_across(columns.at + t + j, columns.channel, to + j);
 }
 
-static INLINE void store_together(const Tile<T>& tile, long long t, const Lanes* from) {
-    if (tile.step == 1 && tile.channel != 1 && tile.count == W && t + TOGETHER <= tile.steps) {
-        UNROLL for (int j = 0; j < TOGETHER; j += Q) store_across(tile.at + t + j, tile.channel, from + j);
-        return;
-    }
-    for (int j = 0; j < TOGETHER && t + j < tile.steps; ++j) {
-        T* to = tile.at + (t + j) * tile.step;
-        if (tile.channel == 1)
-            store_some(to, from[j], tile.count);
-        else
-            scatter(to, tile.channel, from[j], tile.count);
-    }
+static INLINE void store_together(Rows<T> rows, long long t, long long steps, const Lanes* from) {
+    UNROLL for (int j = 0; j < TOGETHER; ++j)
+        if (t + j < steps) store(rows[t + j], from[j]);
+}
+
+static INLINE void store_together(Columns<T> columns, long long t, long long, const Lanes* from) {
+    UNROLL for (int j = 0; j < TOGETHER; j += Q) store_across(columns.at + t + j, columns.channel, from + j);
 }
 
 // The sums of the lanes of each of `count` vectors.
