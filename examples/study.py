@@ -75,6 +75,17 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
             ("fine-tuning", {"method": "sequential"}),
             ("frozen", {"method": "frozen"}),
         )
+    }
+    | {
+        # the number of depths and the rate: by heads on a frozen backbone, on held-back images (docs/study.md)
+        f"{name}, heads from zero on four depths, mirror images at test": {
+            **options,
+            **FROM_ZERO,
+            "features.mirror": "both",
+            "features.depths": 4,
+            "training.head_lr": 3e-4,
+        }
+        for name, options in (("Mamba-CL, public-code", {"method": "mamba-cl"}), ("frozen", {"method": "frozen"}))
     },
     "settings": {
         f"{setting}, {rank}": {"method": "mamba-cl", "setting": setting, "nullspace.rank": rank}
@@ -108,7 +119,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
     "shared adapters": RATES,
     "EASE": RATES,
     "all classes at once, softmax": RATES,
-    **{row: {"training.head_lr": [1e-3, 3e-3, 1e-2]} for row in STUDY["heads"]},
+    **{row: {"training.head_lr": [1e-3, 3e-3, 1e-2]} for row in STUDY["heads"] if "depths" not in row},
 }
 # row -> the row whose choice it takes
 SAME = {"all classes at once, softmax, mirror images at test": "all classes at once, softmax"}

@@ -177,6 +177,22 @@ def test_processes_share_the_runs_and_the_table_goes_into_a_page(
     assert with_tables(page, tmp_path) == page
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
+def test_runs_of_several_days_share_a_row(tmp_path: Path) -> None:
+    given = [*NANO, "--only", "simplecil", "--seeds", "2"]
+    assert main([*given, "--out", str(tmp_path / "out")]) == 0
+    earlier = tmp_path / "out" / "nano" / "paper-main.json"
+    made = json.loads(earlier.read_text())
+    assert [row["seeds"] for row in made["rows"].values() if row["what"] == "simplecil"] == [["0", "1"]]
+    first = next(path for path in (tmp_path / "out" / "nano").iterdir() if path.name.endswith("simplecil-vit_nano-0"))
+    shutil.copytree(first, tmp_path / "both" / "nano" / first.name)
+    assert "pretrained: tin32" in (first / "config.yaml").read_text()  # the plan says `true`
+    assert main([*given, "--out", str(tmp_path / "both"), "--earlier", str(earlier), "--finished"]) == 0
+    there = json.loads((tmp_path / "both" / "nano" / "paper-main.json").read_text())
+    assert all(there[key] == made[key] for key in ("rows", "tables", "runs"))
+
+
 def _broken() -> None:
     raise RuntimeError("broken")
 
@@ -214,6 +230,13 @@ def _unusable() -> None:
     raise UserError("unusable")
 
 
+def test_the_best_factor_is_the_published_one_for_methods_that_guess() -> None:
+    best = example("tune_rivals").best
+    assert best({1.0: 20.0, 0.25: 10.0, 4.0: 30.0}, 100) == 4.0
+    assert best({1.0: 30.0, 0.25: 10.0, 4.0: 30.0}, 100) == 1.0
+    assert best({1.0: 1.0, 0.25: 0.8, 4.0: 1.1}, 100) == 1.0
+
+
 @pytest.mark.slow
 def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = example("tune_rivals")
@@ -231,7 +254,11 @@ def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.Monkey
         assert value == round(100 * results["metrics"]["final_accuracy_tasks"], 2)
         assert yaml.safe_load((folder / "config.yaml").read_text())["stream"]["validation"] == 0.1
     chosen = yaml.safe_load((tmp_path / "rates.yaml").read_text())
-    assert tried[chosen["frozen"]] == max(tried.values()) and row["chosen"] == f"{chosen['frozen']:g}"
+    assert chosen["frozen"] == tune.best(tried, 10) and row["chosen"] == f"{chosen['frozen']:g}"
+    other = {**row, "what": "`other`"}
+    (tmp_path / "tuned.json").write_text(json.dumps({"rows": {"other": other, "frozen": other}}))
+    tune.main(merged)
+    assert json.loads((tmp_path / "tuned.json").read_text())["rows"] == {"other": other, "frozen": row}
     assert "| `frozen` |" in with_tables("<!-- table: tuned.json rates -->\n<!-- end -->", tmp_path)
 
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,13 +180,16 @@ def part_of(items: Sequence[T], part: str) -> list[T]:
 
 
 def records(work: Sequence[Job]) -> list[tuple[PlannedRun, RunRecord]]:
-    """The records of all runs with results, finished or not."""
+    """The records of all runs with results, finished or not. Finished ones have the options of the plan, so that runs
+    of several days and machines, which name data and precision differently, share a row."""
     found = []
     for job in work:
         if job.earlier is not None:
             found.append((job.planned, _record(job, job.earlier)))
         elif RunFolder(job.config.folder).has_results() and not job.state.startswith("another"):
-            found.append((job.planned, load_run(job.config.folder)))
+            record = load_run(job.config.folder)
+            config = job.config.as_dict() if job.state == "finished" else record.config
+            found.append((job.planned, replace(record, config=config)))
     return found
 
 
