@@ -47,6 +47,7 @@ SHAPES = {
     "one state": {"b": 2, "l": 5, "d": 6, "n": 1},
     "one state, groups, several tiles": {"b": 1, "l": 80, "d": 6, "n": 1, "groups": 2},
     "states and channels beyond a block": {"b": 1, "l": 6, "d": 17, "n": 3},
+    "seven states, blocks of two warps": {"b": 1, "l": 21, "d": 40, "n": 7},
     "sixteen states, several intervals": {"b": 1, "l": 37, "d": 9, "n": 16},
     "more states, groups": {"b": 1, "l": 5, "d": 4, "n": 33, "groups": 2},
 }
@@ -125,7 +126,11 @@ def test_blocks_taken_one_after_the_other_are_the_same(monkeypatch: pytest.Monke
 
 @kernels
 @pytest.mark.parametrize(
-    "plan", [(4, 4, 4, 8, 4), (4, 4, 2, 8, 8), (2, 8, 2, 4, 4, 80), (8, 2, 2, 16, 2), (4, 4, 2, 16, 4, None, 2)]
+    "plan",
+    [
+        *((4, 4, 4, 8, 4), (4, 4, 2, 8, 8), (2, 8, 2, 4, 8), (8, 2, 2, 16, 2)),
+        *((2, 8, 2, 4, 4, 80), (4, 4, 2, 16, 4, None, 2)),
+    ],
 )
 def test_other_layouts_are_the_same(plan: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan_tiles, "layout", lambda *inputs: scan_tiles.Layout(*plan))
@@ -134,10 +139,10 @@ def test_other_layouts_are_the_same(plan: tuple, monkeypatch: pytest.MonkeyPatch
 
 def test_every_layout_fills_its_lanes() -> None:
     for n in range(1, 257):
-        for recurrences in (1, 10**4, 10**6):
+        for recurrences in (1, 10**4, 5 * 10**4, 10**6):
             for backward in (False, True):
-                for full, wide in ((False, False), (True, False), (True, True)):
-                    plan = scan_tiles.layout(n, recurrences, backward, full, wide)
+                for full, time, single in ((0, 0, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)):
+                    plan = scan_tiles.layout(n, recurrences, backward, bool(full), bool(time), bool(single))
                     assert plan.lanes_n * plan.lanes_d == 32 * plan.warps
                     assert plan.states * plan.lanes_n >= n
                     assert all(scan_tiles.kept_steps(n, size) % plan.steps == 0 for size in (2, 4))

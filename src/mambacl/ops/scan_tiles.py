@@ -29,26 +29,35 @@ SPREAD = 4  # waves of programs to keep when one program takes several blocks of
 
 
 @functools.cache
-def layout(n: int, recurrences: int, backward: bool, full: bool = False, wide: bool = False) -> Layout:
+def layout(
+    n: int, recurrences: int, backward: bool, full: bool = False, time: bool = False, single: bool = False
+) -> Layout:
     """Large tiles, which need the fewest exchanges, if enough recurrences fill the GPU; otherwise more programs.
-    `full`: time is contiguous or the kernel applies the gate; both need registers. `wide`: time is contiguous and
-    the inputs are float32, so that long tiles are read fastest."""
+    `full`: time is contiguous or the kernel applies the gate; both need registers. `time`: time is contiguous.
+    `single`: the inputs are float32."""
     padded = 1 << (n - 1).bit_length()
     if padded == 1:
         return Layout(1, 1, 1, 32, 8)
     states = {2: 2, 4: 4, 8: 2, 16: 4, 32: 4}.get(padded, padded // 8)
     lanes_n = padded // states
     lanes_d = 32 // lanes_n
+    if full and padded == 8 and backward:  # few states: one wave of many warps
+        return Layout(states, lanes_n, 2, 2 * lanes_d, 4, registers=168, warps=2)
     most, fewest = 8 if full else 16, 2 if padded <= 32 else 1  # values per lane; channels per lane
     channels = min(4, max(fewest, most // states))
     programs = FILLED * (2 if backward else 1)
     while channels > fewest and recurrences < programs * channels * lanes_d:
         channels //= 2
+    block = channels * lanes_d
     if full and padded == 16 and not backward:
-        if recurrences < programs * channels * lanes_d:  # narrow tiles with few registers: many programs at once
+        if time and FILLED // 2 * (block // 2) <= recurrences < 2 * programs * block:  # narrow and long tiles
+            return Layout(2, 8, channels, 4, 8)
+        if recurrences < programs * block:  # narrow tiles with few registers: many programs at once
             return Layout(2, 8, channels, 4, 4, registers=80)
-        return Layout(states, lanes_n, channels, lanes_d, 8 if wide else 4)
-    warps = 2 if backward and full and recurrences >= 2 * programs * channels * lanes_d else 1
+        return Layout(states, lanes_n, channels, lanes_d, 8 if time and single else 4)
+    # Two warps leave half as many partial sums of dB and dC as one each.
+    enough = programs * lanes_d if time and single and padded == 16 else 2 * programs * block
+    warps = 2 if backward and full and recurrences >= enough else 1
     return Layout(states, lanes_n, channels, lanes_d * warps, 4, warps=warps)
 
 
@@ -256,8 +265,8 @@ class _Call:
         if self.single:
             self.B, self.C = (_time_contiguous(M) for M in (self.B, self.C))
         time_contiguous = self.delta.stride(1) == 1
-        full, wide = z is not None or time_contiguous, time_contiguous and u.element_size() == 4
-        self.plan = layout(A.shape[1], u.shape[0] * A.shape[0], backward, full, wide)
+        full, single = z is not None or time_contiguous, u.element_size() == 4
+        self.plan = layout(A.shape[1], u.shape[0] * A.shape[0], backward, full, time_contiguous, single)
         groups, channels = B.shape[2], A.shape[0] // B.shape[2]
         self.blocks = groups * -(-channels // self.plan.block)  # no block crosses a group boundary
         self.split = _split(u, self.blocks, A.shape[1], self.plan, backward)
@@ -290,9 +299,9 @@ class _Call:
     @property
     def share(self) -> int:
         """Blocks of channels per program, which leaves one partial sum of dB and dC for all of them. With 5 to 8 states
-        these sums cost more than a second block per program does."""
+        these sums cost more than a second block per program does, unless a block has two warps already."""
         waves = self.blocks * len(self.u) * self.plan.warps // (RESIDENT[True] * processors(self.u.device))
-        least = 2 if 4 < self.constants["N"] <= 8 else 1
+        least = 2 if 4 < self.constants["N"] <= 8 and self.plan.warps == 1 else 1
         return min(self.constants["BLOCKS"], max(least, waves // SPREAD))
 
 

@@ -37,6 +37,7 @@ from mambacl.ops.kernels.tiles import (
     over_states,
     paired,
     place_of,
+    private_places,
     sigmoid,
     store_tile,
     tile_channels,
@@ -261,7 +262,7 @@ def scan_backward(
         bias = vector_of(bias_ptr, block, K, BIAS, DT, LD, BLOCKS)
         skip = vector_of(D_ptr, block, K, SKIP, DT, LD, BLOCKS)
         channel = tile_channels(DT, LD)
-        local = states * (LD * DT) + tl.broadcast_to(tl.reshape(channel, [1, LD, 1, DT]), [LN, LD, 1, DT])
+        local = private_places(NT, DT, LD, LN)
         if LAST:
             g = tl.load(dlast_ptr + image * D * N + matrix, mask=there & real, other=0.0)
         else:
@@ -327,6 +328,13 @@ def scan_backward(
                     next_u = load_tile(u_ptr, at, where, u_l, u_d, BLOCKS, K, DT, LD, T, ORDER, SHARED)
                     next_dt = load_tile(delta_ptr, at, where, delta_l, delta_d, BLOCKS, K, DT, LD, T, ORDER, False)
                     next_B = load_states(B_ptr, at, where, B_l, N, LN, NT, T, ORDER)
+                if ORDER == "forward":
+                    places = parts_ptr + (image * 0 + at) * (2 * N) + (row * (2 * N) + pair * N + state)
+                else:
+                    places = parts_ptr + token_of(image * 0 + at + row, where, ORDER) * (2 * N) + (pair * N + state)
+                written = (row < L - at) & (state < N)
+                if SHARE > 1:  # loaded early: nothing waits for them
+                    others = tl.load(places, mask=written & (number > 0), other=0.0)
                 h = next_h
                 u, dout = as_float32(next_u), as_float32(next_dout)
                 dt = dt_of(next_dt, at, where, bias, BLOCKS, K, DT, LD, T, BIAS, SOFTPLUS)
@@ -402,15 +410,9 @@ def scan_backward(
                         y += skip * u
                     dz = dout * y * gate * (1.0 + z * (1.0 - gate))
                     store_tile(dz_ptr, dz, at, where, dz_l, dz_d, BLOCKS, K, DT, LD, T, ORDER)
-                if ORDER == "forward":
-                    places = parts_ptr + (image * 0 + at) * (2 * N) + (row * (2 * N) + pair * N + state)
-                else:
-                    places = parts_ptr + token_of(image * 0 + at + row, where, ORDER) * (2 * N) + (pair * N + state)
-                written = (row < L - at) & (state < N)
                 parts = over_channels(dBCs, LN, LD, NT, T)
                 if SHARE > 1:
-                    if number > 0:
-                        parts += tl.load(places, mask=written, other=0.0)
+                    parts += others
                 tl.store(places, parts, mask=written)
         if NEED_A:
             if LOG_A:

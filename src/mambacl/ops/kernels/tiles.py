@@ -108,6 +108,17 @@ def place_of(block, K, N, NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, 
 
 
 @triton.jit
+def private_places(NT: tl.constexpr, DT: tl.constexpr, LD: tl.constexpr, LN: tl.constexpr):
+    """Offsets of a tile of states in memory that only its program reads. The lanes of a warp access 32 values in a row;
+    without the hint the compiler would choose another layout and convert."""
+    ln = tl.arange(0, LN)[:, None, None, None]
+    ld = tl.arange(0, LD)[None, :, None, None]
+    nt = tl.arange(0, NT)[None, None, :, None]
+    dt = tl.arange(0, DT)[None, None, None, :]
+    return tl.max_contiguous(((nt * DT + dt) * LD + ld) * LN + ln, [1, 1, 1, 1])
+
+
+@triton.jit
 def tile_channels(DT: tl.constexpr, LD: tl.constexpr):
     """The channels of a tile within its block, (1, LD, 1, DT, 1)."""
     ld = tl.arange(0, LD)[None, :, None, None, None]
