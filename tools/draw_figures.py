@@ -168,15 +168,20 @@ def etas() -> Figure:
 
 
 def rivals() -> Figure:
-    """Accuracy, state and training time of every method in the main table at nano scale, one line each."""
-    runs = json.loads((DOCS / "results" / "rivals-nano.json").read_text(encoding="utf-8"))["runs"].values()
+    """Accuracy, state and cost of every method in the main table at nano scale, one line each."""
+    results = DOCS / "results"
+    runs = json.loads((results / "rivals-nano.json").read_text(encoding="utf-8"))["runs"].values()
+    steps: dict[str, float] = {}  # of the slowest phase
+    for row in json.loads((results / "methods-cpu.json").read_text(encoding="utf-8"))["rows"]:
+        if row["what"].startswith("step"):
+            steps[row["method"]] = max(row["/_forward"], steps.get(row["method"], 0.0))
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
         found.setdefault((run["method"], run["backbone"]), []).append(run)
     panels: dict[str, Callable[[dict[str, Any]], float]] = {
         "final accuracy (%)": lambda run: 100 * run["metrics"]["final_accuracy_tasks"],
         "state (MB)": lambda run: run["state_bytes"] / 1e6,
-        "time of the run (s)": lambda run: sum(run["seconds"].values()),
+        "step (forward passes)": lambda run: steps.get(run["method"], 0.0),
     }
     values = {key: [sum(map(of, own)) / len(own) for of in panels.values()] for key, own in found.items()}
     order = sorted(values, key=lambda key: values[key][0])
@@ -184,17 +189,19 @@ def rivals() -> Figure:
     kinds = {"vit_nano": (BLUE, "on vit_nano"), "defocus_mamba_nano": (ORANGE, "on the Mamba nano")}
     for column, (one, title) in enumerate(zip(axes, panels, strict=True)):
         for backbone, (colour, words) in kinds.items():
-            places = [number for number, key in enumerate(order) if key[1] == backbone]
+            places = [number for number, key in enumerate(order) if key[1] == backbone and values[key][column] > 0]
             heights = [values[order[number]][column] for number in places]
             one.plot(heights, places, "o", color=colour, markersize=4, label=words)
             for height, place in zip(heights, places, strict=True) if column == 0 else ():
                 label(one, f"{height:.1f}", height, place, 6, 0, ha="left", va="center", fontsize=7)
         names = [method for method, _ in order] if column == 0 else []
         one.set_yticks(range(len(order)), names or [""] * len(order), fontsize=7.5)
-        one.set(ylim=(-0.8, len(order) - 0.2), xlabel=title, **({} if column == 0 else {"xscale": "log"}))
+        one.set(ylim=(-0.8, len(order) - 0.2), xlabel=title)
         one.tick_params(axis="y", length=0)
-    axes[0].set(xlim=(20, 75))
-    axes[0].legend(frameon=False, fontsize=7.5, loc="lower right", labelcolor=INK)
+    axes[0].set(xlim=(0, 85))
+    axes[2].legend(frameon=False, fontsize=7.5, loc="upper right", labelcolor=INK, borderaxespad=0.1)
+    axes[1].set(xscale="log")
+    axes[2].set(xlim=(0, None))
     return figure
 
 

@@ -134,7 +134,7 @@ def test_the_page_has_the_counted_passes() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = passes_on_the_page((docs / "rivals.md").read_text(encoding="utf-8"))
     assert len(page) == 17
-    rows = json.loads((docs / "results" / "bench-methods-cpu.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((docs / "results" / "methods-cpu.json").read_text(encoding="utf-8"))["rows"]
     for name, (learning, answering) in page.items():
         counted = {row["what"]: row["passes"] for row in rows if row["method"] == name}
         assert counted.pop("test image") == pytest.approx(answering), name
