@@ -11,6 +11,8 @@ import atexit
 import logging
 import os
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,8 +22,17 @@ from mambacl.log import logger
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+LOST = (  # said by one that is left
+    "Another process of this run has ended or cannot be reached, so this one cannot go on: see its message, or the "
+    "system's log if it was killed"
+)
+EVERY = 0.02  # seconds between two looks at who has come
+PATIENCE = 1800.0  # seconds; PyTorch's own for a process that does not come
+
+_restarted = False
 
 
 def launched() -> bool:
@@ -59,8 +70,9 @@ def on_machine() -> tuple[int, int]:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started the processes again after one of them died."""
-    return launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun has started the processes again, after one of them died or came late; known after `join`, and
+    the same in all."""
+    return _restarted
 
 
 def launch() -> str:
@@ -76,12 +88,14 @@ def join(device: torch.device) -> None:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    global _restarted
+
     if not launched() or torch.distributed.is_initialized():
         return
     on_gpu = device.type == "cuda"
     store, number, size = next(rendezvous("env://"))
-    # A restarted process would find the addresses of the dead ones under the same names.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    name, _restarted = _meet(store, number, size)
+    store = PrefixStore(name, store)
     torch.distributed.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=number, world_size=size, device_id=device if on_gpu else None
     )
@@ -90,11 +104,51 @@ def join(device: torch.device) -> None:
         logger.setLevel(logging.ERROR)
 
 
+def _meet(store: Store, number: int, size: int) -> tuple[str, bool]:
+    """A name that the processes of this start have in common and those of earlier ones do not, and whether there were
+    earlier ones.
+
+    In the same store, restarted processes would find the addresses of dead ones under the same names. torchrun counts
+    restarts on each machine, and only those for a process that died there, so the counts can differ. Here each process
+    says who it is, the first answers with the name, again if it sees someone new, until all have said that they know.
+    """
+    own = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{uuid.uuid4().hex}"
+    if number > 0:
+        store.set(f"here-{number}", own)
+        name = store.get(f"name-for-{own}").decode()
+        store.set(f"{name}-known-to-{number}", "yes")
+        return name, name.startswith("again")
+    start = store.add("starts", 1)
+    name = f"{'first' if start == 1 and own.startswith('0-') else 'again'}-{uuid.uuid4().hex}"
+    missing, end, answered = set(range(1, size)), time.monotonic() + PATIENCE, set[str]()
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"here-{other}"]):
+                continue
+            asking = store.get(f"here-{other}").decode()
+            if asking not in answered:
+                store.set(f"name-for-{asking}", name)
+                answered.add(asking)
+            elif store.check([f"{name}-known-to-{other}"]):
+                missing.remove(other)
+        if time.monotonic() > end:
+            raise UserError(f"Process {min(missing)} of {size} has not come within {PATIENCE / 60:.0f} minutes.")
+        time.sleep(EVERY)
+    return name, name.startswith("again")
+
+
 def _leave() -> None:
+    """At a good end. After an error, others can be in an exchange that this process never joins: with NCCL, leaving in
+    good order would wait for it, and they would wait until their timeout."""
     import torch
 
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
         torch.distributed.destroy_process_group()
+
+
+def leave_at_once() -> None:
+    """From now on, this process is to end without waiting for others: it has failed."""
+    atexit.unregister(_leave)
 
 
 def part(length: int, of: int | None = None, number: int | None = None) -> slice:

@@ -29,9 +29,10 @@ from mambacl.data import (
     from_huggingface,
     open_dataset,
     prepare,
+    sets,
     tasks_of,
 )
-from mambacl.data.sets import begin_to_open
+from mambacl.data.sets import begin_to_open, forget_begun
 from mambacl.data.sets import manifest as manifest_module
 from mambacl.data.sets.split_lists import from_lists, parse_list
 from mambacl.errors import UserError
@@ -143,6 +144,9 @@ def test_a_data_set_that_is_opened_in_the_background(tmp_path: Path) -> None:
     begin_to_open("fashion-mnist-small", None)
     begun, again = (open_dataset("fashion-mnist-small", None) for _ in range(2))  # it is handed out once
     assert begun is not again and begun.fingerprint() == again.fingerprint()
+    begin_to_open("fashion-mnist-small", None)
+    forget_begun()
+    assert not sets._begun
     begin_to_open("cifar100", tmp_path)
     with pytest.raises(UserError, match="has no CIFAR-100 file 'meta'"):
         open_dataset("cifar100", tmp_path)

@@ -11,12 +11,17 @@ from safetensors.torch import load_file
 from several_processes_help import SGD, TERMS, assert_same_outcome, train, train_few
 from tolerance import assert_near, rounding
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.nullspace.shards import is_cut, whole
 from mambacl.training.clipping import clip_gradients
+from mambacl.training.loop import Loop
 from mambacl.training.sharding import cut
+from mambacl.training.step import TrainingStep
 
 
 def features_and_gradients(names: list[str], shard: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -116,3 +121,57 @@ def test_drift_is_corrected_with_a_cut_model(kind: str, tmp_path: Path) -> None:
     train(tmp_path / "1", **overrides)
     on_ranks(2, train_few, tmp_path / "2", {**overrides, "shard": True})
     assert_same_outcome(tmp_path / "2", tmp_path / "1")
+
+
+def step_of_pieces(images: int, accumulate: int) -> tuple[tuple[float, int, int], list[Tensor]]:
+    """A step of a cut layer, of a batch whose parts have different numbers of pieces."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    draw = torch.Generator().manual_seed(1)
+    x, labels = torch.randn(images, 6, generator=draw).double(), torch.randint(3, (images,), generator=draw)
+    of, part = 0, slice(0, images)
+    if processes.count() > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (processes.count(),)))
+        of, own = images, processes.part(images)
+        part = own if own.start < own.stop else slice(0, 1)
+
+    class Model:
+        def loss(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            scores = model(x)
+            return nn.functional.cross_entropy(scores, labels), (scores.argmax(1) == labels).sum()
+
+    groups = [{"params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1}]
+    step = TrainingStep(Model(), torch.optim.SGD(groups), torch.device("cpu"), False, False, accumulate=accumulate)
+    step(x[part], labels[part], 1.0, of)
+    return step.take_sums(), [whole(parameter).detach() for parameter in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("images", "accumulate"), [(7, 4), (3, 2), (1, 3)])
+def test_all_processes_run_a_cut_model_equally_often(images: int, accumulate: int) -> None:
+    (loss, *counts), alone = step_of_pieces(images, 1)
+    for (found_loss, *found), parameters in on_ranks(2, step_of_pieces, images, accumulate, timeout=30):
+        assert found == counts and found_loss == pytest.approx(loss, rel=rounding(TERMS, torch.float64))
+        for one, other in zip(parameters, alone, strict=True):
+            assert_near(one, other, TERMS)
+
+
+def kept_tasks(folder: Path, room: int) -> list[int]:
+    """Tasks of whose test images this process has kept the features."""
+    found: list[int] = []
+
+    class Watched(Loop):
+        def run(self, *arguments: Any) -> dict[str, Any]:
+            self.room = room
+            done = super().run(*arguments)
+            found.extend(self.kept)
+            return done
+
+    train(folder, method="analytic", features={"depths": "final"}, shard=True, loop=Watched)
+    return found
+
+
+@pytest.mark.slow
+def test_all_processes_keep_the_features_of_the_same_test_images(tmp_path: Path) -> None:
+    """Of 400 images they have 132, 132 and 136, with 128 bytes for each; the room is in between."""
+    assert on_ranks(3, kept_tasks, tmp_path / "run", 17000) == [[1], [1], [1]]

@@ -147,8 +147,19 @@ def assert_same_step(found: Any, expected: Any, what: str) -> None:
         {"training": SGD, "setting": "public-code", "share_steps": True},
         {"method": "analytic", "classifier_options": {"width": 200}},
         {"method": "sequential", "classifier": "lda", "training": SGD},
+        {"method": "analytic", "shard": True},
+        {"method": "sequential", "features": {"depths": 2}, "training": SGD, "shard": True},
     ],
-    ids=["mamba-cl", "exact-batched", "sharded", "shared-steps", "analytic", "sequential-lda"],
+    ids=[
+        "mamba-cl",
+        "exact-batched",
+        "sharded",
+        "shared-steps",
+        "analytic",
+        "sequential-lda",
+        "analytic-sharded",
+        "depths-sharded",
+    ],
 )
 @pytest.mark.usefixtures("few_test_images")
 def test_two_and_three_processes_train_the_run_of_one(tmp_path: Path, overrides: dict[str, Any]) -> None:

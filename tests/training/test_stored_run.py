@@ -62,7 +62,8 @@ def test_a_stored_run_resumes_to_the_results_it_had(stored: Path) -> None:
         assert run.results[key] == expected[key], key
     assert set(run.results) >= set(expected)
     if arithmetic() == json.loads((STORED / "finished" / "arithmetic.json").read_text()):
-        assert run.results["correct"] == expected["correct"] and run.metrics == expected["metrics"]
+        assert run.results["correct"] == expected["correct"]
+        assert expected["metrics"].items() <= run.metrics.items()  # there are new ones since
         assert all(torch.equal(found[name], tensor) for name, tensor in parameters.items())
         assert events(stored) == events(STORED / "finished")
 

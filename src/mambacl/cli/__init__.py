@@ -145,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a closed pipe is no error
         return code
-    except UserError as error:  # all processes of a run meet it
-        return _fail(str(error), 2) if processes.is_first() else 2
+    except UserError as error:  # all processes of a run meet it, or those of one machine
+        return _fail(str(error), 2) if processes.on_machine()[0] == 0 else 2
     except KeyboardInterrupt:
         return _fail("Interrupted.", 130) if processes.is_first() else 130
     except BrokenPipeError:  # the reader of our output has stopped
@@ -159,6 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         from mambacl.training.loop import TrainingError
 
+        if processes.is_loss(error):
+            return _fail(f"{processes.LOST} ({str(error).splitlines()[0]}).", 1) if processes.is_first() else 1
         if isinstance(error, TrainingError):
             return _fail(str(error), 1) if processes.is_first() or not error.everywhere else 1
         raise
@@ -199,5 +201,6 @@ def _share_cores() -> None:
 
 
 def _fail(sentence: str, code: int) -> int:
+    processes.leave_at_once()
     print(f"mambacl: {sentence}", file=sys.stderr)
     return code

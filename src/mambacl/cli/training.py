@@ -73,13 +73,17 @@ def train(
             if out and len(methods) * len(chosen) > 1:  # then --out is the parent of the runs' folders
                 out = str(Path(out) / (f"{method}-{seed}" if seeds else method))
             configs.append(resolve(preset, {**overrides, "method": method, "seed": seed, "out": out}))
-    run_training = _loaded(configs)
     try:
+        run_training = _loaded(configs)
         runs = [run_training(config, overwrite=overwrite) for config in configs]
     except KeyboardInterrupt:
         if len(configs) > 1:
             print("mambacl: repeat the command to continue the comparison.", file=sys.stderr)
         raise
+    finally:
+        from mambacl.data.sets import forget_begun
+
+        forget_begun()
     parent = Path(first.out) if first.out else first.folder.parent
     _show(runs, parent / f"{first.name}-comparison-{'-'.join(map(str, chosen))}")
 
@@ -108,7 +112,7 @@ def _loaded(configs: list[RunConfig]) -> Callable[..., Run]:
 
         stream = configs[0].stream
         if not stream.skip_bad:  # that reads every image, and a mistake found meanwhile would have to wait for it
-            begin_to_open(stream.dataset, stream.root, test_share=stream.test_share)
+            begin_to_open(stream.dataset, stream.root, stream.test_share, fingerprint=stream.validation is None)
         import torch  # noqa: F401  (the GPU can start before the rest is imported)
 
         in_background(partial(_start_gpu, configs[0].device))

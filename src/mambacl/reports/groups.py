@@ -82,7 +82,7 @@ def group_runs(records: Iterable[RunRecord]) -> list[Group]:
     """
     gathered: dict[tuple[Any, ...], list[RunRecord]] = {}
     for record in records:
-        progress = (record.finished or record.tasks_done, len(record.tasks))
+        progress = ("all" if record.finished else record.tasks_done, len(record.tasks))
         key = (*_kind(record), json.dumps(experiment(record), sort_keys=True), *progress)
         gathered.setdefault(key, []).append(record)
     groups = [sorted(runs, key=_seed_order) for runs in gathered.values()]

@@ -267,6 +267,7 @@ def task_end(folder: RunFolder, model: nn.Module | None = None) -> checkpoints.C
     """The checkpoint at the end of the latest task of the training, with what the method has learned since. `model`:
     see `checkpoints.load`."""
     checkpoint = checkpoints.load_task_end(folder, model)
+    checkpoints.same_for_all(folder, checkpoint)
     if checkpoint is None:
         raise _no_task(folder)
     return learned.as_now(folder, checkpoint)
@@ -312,28 +313,36 @@ def execute(folder: RunFolder, parts: Parts, checkpoint: checkpoints.Checkpoint 
         trackers.finish(results)
         return results
     except KeyboardInterrupt:
+        processes.leave_at_once()
         _note_end(loop, "interrupted")
         logger.warning("`mambacl resume %s` continues from the last checkpoint.", folder.path)
         raise
     except Exception as error:
+        processes.leave_at_once()
         _note_end(loop, "failed")
         if processes.is_loss(error):
+            log = _traceback(folder, "lost.log")
             raise TrainingError(
-                "Another process of this run has ended, so this one cannot go on: see its message, or the system's log "
-                f"if it was killed (`mambacl resume {folder.path}` continues from the last checkpoint).",
+                f"{processes.LOST} (what happened here is in {log}; `mambacl resume {folder.path}` continues from the "
+                "last checkpoint).",
                 everywhere=True,
             ) from error
         known = full_disk(error, error.filename or folder.path) if isinstance(error, OSError) else None
         if known is not None or isinstance(error, (UserError, TrainingError)):
             words = f"{known or error} (`mambacl resume {folder.path}` continues from the last checkpoint)"
             raise TrainingError(words, getattr(error, "everywhere", False)) from error
-        log = folder.path / "error.log"
-        with suppress(OSError):
-            log.write_text(traceback.format_exc(), encoding="utf-8")
+        log = _traceback(folder, "error.log")
         raise TrainingError(
             f"{type(error).__name__}: {error} (the traceback is in {log}; `mambacl resume {folder.path}` continues "
             "from the last checkpoint)"
         ) from error
+
+
+def _traceback(folder: RunFolder, name: str) -> Path:
+    """Writes the error that is being handled to a file of the run."""
+    with suppress(OSError):
+        (folder.path / name).write_text(traceback.format_exc(), encoding="utf-8")
+    return folder.path / name
 
 
 def _note_end(loop: Loop, status: str) -> None:

@@ -32,6 +32,7 @@ from mambacl.errors import UserError
 from mambacl.files import keep_as, read_tensors, read_text, write_tensors
 from mambacl.log import logger
 from mambacl.nullspace.shards import cut_like, is_cut, whole
+from mambacl.nullspace.sharing import failing_together
 from mambacl.training import parts
 from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
 from mambacl.training.parts import Parts
@@ -88,6 +89,7 @@ def load_trained(folder: RunFolder, model: nn.Module, backbone: str, options: Ma
             f"The run {folder.path} has another backbone, {own.backbone}: use the same --backbone and backbone_options."
         )
     checkpoint = load_task_end(folder)
+    same_for_all(folder, checkpoint)
     if checkpoint is None:
         raise UserError(f"{folder.path} has not finished a task yet: run `mambacl resume {folder.path}` first.")
     added = [name for name in checkpoint.method_state if not name.startswith(("model.", "heads.", "space."))]
@@ -205,9 +207,12 @@ class Background:
 
     def wait(self) -> None:
         """Waits for the running job."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            finally:  # Ctrl-C can end the wait, but not the job
+                if self._pending.done():
+                    self._pending = None
 
 
 @dataclass
@@ -268,11 +273,28 @@ def load_task_end(folder: RunFolder, model: nn.Module | None = None) -> Checkpoi
     return None
 
 
+def same_for_all(folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+    """Refuses checkpoints of different tasks in the processes that have read the folder, one by one."""
+    tasks = processes.together(None if checkpoint is None else checkpoint.position.task)
+    if len(set(tasks)) > 1:
+        raise UserError(f"{folder.path} has finished another task meanwhile: repeat the command.")
+
+
 def load(folder: RunFolder, model: nn.Module | None = None) -> Checkpoint | None:
     """The latest intact checkpoint, or None before the first. If the last is damaged, takes the previous one, which
     becomes the last. `model`: if it is cut, each process reads its rows alone. All processes call it."""
-    checkpoint = processes.decide(lambda: _latest(folder))
-    return None if checkpoint is None else checkpoint.complete(model)
+    read: list[Checkpoint] = []
+
+    def is_there() -> bool:
+        found = _latest(folder)
+        read.extend([] if found is None else [found])
+        return found is not None
+
+    if not processes.decide(is_there):
+        return None
+    with failing_together():
+        checkpoint = read[0] if read else _read(folder, LAST)
+    return checkpoint.complete(model)
 
 
 def _latest(folder: RunFolder) -> Checkpoint | None:

@@ -43,6 +43,7 @@ LAST, PREVIOUS = "last.safetensors", "previous.safetensors"
 LEARNED, CONFUSION, LAUNCH = "learned.json", "confusion.json", "launch.txt"
 PROGRESS, TRACKING = "progress.json", "tracking.json"
 PRETRAINING, PRETRAINING_RESULTS = "pretraining.yaml", "pretraining.json"  # of `mambacl pretrain`
+LOGS = ("error.log", "lost.log")
 REPORT = ("report.html", "table.md", "table.tex", "table.csv")
 BEFORE_TAGS = {"defocus_mamba_nano": "tin32-39ep", "defocus_mamba_large_22k": "in22k"}
 """what `pretrained: true` means in a run from before weights had tags; `in1k` for other models"""
@@ -136,7 +137,7 @@ class RunFolder:
         self.clear_left_over()
         for path in (self.path / "figures").glob("*.png") if self.exists() else ():
             path.unlink()
-        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, "error.log", *REPORT, CONFIG, STREAM, LAUNCH):
+        for name in (EVENTS, PROGRESS, TRACKING, AUDIT, CONFUSION, *LOGS, *REPORT, CONFIG, STREAM, LAUNCH):
             (self.path / name).unlink(missing_ok=True)
 
     def clear_checkpoints(self) -> None:

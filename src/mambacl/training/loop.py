@@ -342,8 +342,11 @@ class Loop:
                 inputs = [method.classifier_input(view)[: len(labels)] for view in method.views(images)]
             kept.append((inputs, labels))
             yield method.scores(inputs), labels
-        size = sum(x.nbytes for inputs, _ in kept or [] for x in inputs)
-        if kept and size <= self.room:
+        if kept is None:
+            return
+        # the processes decide alike: without kept features they have to meet in the backbone if it is cut
+        size = max(processes.together(sum(x.nbytes for inputs, _ in kept for x in inputs)))
+        if size <= self.room:
             self.kept[task], self.room = kept, self.room - size
 
     # Checkpoints and results

@@ -11,7 +11,7 @@ from mambacl.errors import UserError
 from mambacl.methods import Method
 from mambacl.tuning.recomputing import blocks_of
 
-ENTRANCES = ("forward_features", "forward_intermediates", "forward_head")  # besides `forward`
+ENTRANCES = ("forward_features", "forward_intermediates", "forward_head", "run_depths", "final_norm")  # and `forward`
 
 
 def shards(config: RunConfig) -> bool:

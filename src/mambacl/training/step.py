@@ -156,6 +156,7 @@ class TrainingStep:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         on_gpu = device.type == "cuda" or not isinstance(self.recorder, Recorder)
         whole = not any(is_cut(parameter) for parameter in trained)
+        self.sharded = not whole
         quick = processes.count() == 1 or sum(parameter.nbytes for parameter in trained) <= SENT
         self.graphs = graphs and on_gpu and whole and quick and bool(trained) and rates_are_tensors(optimizer)
         self.exchange = Exchange(trained) if self.graphs and processes.count() > 1 else None
@@ -209,13 +210,10 @@ class TrainingStep:
     def _compute_gradients(self, images: Tensor, labels: Tensor, of: int) -> None:
         """The gradients of all pieces and all processes add up to that of the whole batch, because the loss is a mean
         over images."""
-        own = _length(processes.part(of)) if of else len(images)
-        cuts = [processes.part(len(images), self.accumulate, piece) for piece in range(self.accumulate)]
-        cuts = [cut for cut in cuts if cut.start < cut.stop]
-        for number, cut in enumerate(cuts):
-            count = min(own, cut.stop - cut.start)  # 0 of an image that stands in for an empty part
+        pieces = self._pieces(len(images), of)
+        for number, (cut, count) in enumerate(pieces):
             share = count * processes.count() / of if of else count / len(images)
-            with self._exchanging(number == len(cuts) - 1):
+            with self._exchanging(number == len(pieces) - 1):
                 with autocast(self.device, self.bf16):
                     loss, correct = self.loss(images[cut], labels[cut])
                 if number == 0:  # here, because a method's loss may use the gradients for work of its own
@@ -224,6 +222,15 @@ class TrainingStep:
             if count:
                 self.loss_sum += loss.detach() * count
                 self.right += correct
+
+    def _pieces(self, images: int, of: int) -> list[tuple[slice, int]]:
+        """The pieces of this process's part of a batch, and how many images of each count: none of an image that stands
+        in for an empty part. With weights that are cut, all processes have to run the model equally often."""
+        own = _length(processes.part(of)) if of else images
+        cuts = [processes.part(images, self.accumulate, piece) for piece in range(self.accumulate)]
+        pieces = [(cut, min(own, cut.stop - cut.start)) for cut in cuts if cut.start < cut.stop]
+        most = min(self.accumulate, -(-of // processes.count())) if self.sharded else 0
+        return pieces + [(slice(0, 1), 0)] * (most - len(pieces))
 
     def _update(self) -> None:
         if self.clip:

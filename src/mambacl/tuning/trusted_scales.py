@@ -2,28 +2,27 @@
 weight stays.
 
 For a task that trusts earlier ones with bases S_j, a layer's weight W acts as W + sum_j W S_j (Q_j - I) S_j^T. Only the
-square matrices Q_j train; they start at the identity. A hook on the layer adds the difference, so names and weights of
-the model, and the inputs that others see, stay as they are.
+square matrices Q_j train; they start at the identity. The model's own weights stay as they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mambacl.tuning.base import Tuning
+from mambacl.tuning.effective_weights import use_weight
 
 PREFIX = "scales."
 SLOTS = 2  # earlier tasks that a layer can trust at a time
 
 
-def difference(u: Tensor, basis: Tensor, scale: Tensor) -> Tensor:
-    """S (Q - I) S^T u for inputs u (..., d): what has to be added to them."""
-    inside = u @ basis
-    return (inside @ scale.T - inside) @ basis.T
+def scaled(weight: Tensor, basis: Tensor, scale: Tensor) -> Tensor:
+    """W S (Q - I) S^T: what a trusted task adds to the weight."""
+    inside = weight @ basis
+    return (inside @ scale - inside) @ basis.T
 
 
 def trusted(gradient: Tensor, bases: Sequence[Tensor], threshold: float) -> list[int]:
@@ -45,16 +44,16 @@ class TrustedScales:
         """by task and layer: the trusted task of each slot, -1 for none"""
         self.active: int | None = None
         """the task whose scales are in effect"""
-        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in self.layers.items()]
+        for name, layer in self.layers.items():
+            use_weight(layer, partial(self._weight, name))
 
-    def _hook(self, name: str) -> Any:
-        def add(layer: nn.Linear, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            terms = [difference(arguments[0], S, Q) for S, Q in self._used(name, arguments[0].dtype)]
-            return output + F.linear(torch.stack(terms).sum(0), layer.weight) if terms else output
+    def _weight(self, name: str) -> Tensor | None:
+        """What a layer uses, if it trusts any task."""
+        own = self.layers[name].weight
+        terms = [scaled(own, S, Q) for S, Q in self._used(name)]
+        return own + torch.stack(terms).sum(0) if terms else None
 
-        return add
-
-    def _used(self, name: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    def _used(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         task = self.active
         if task is None or task not in self.scales:
             return
@@ -62,7 +61,7 @@ class TrustedScales:
             if number >= 0:
                 basis = self.bases[number][name].to(scale)
                 size = basis.shape[1]
-                yield basis.to(dtype), scale[:size, :size].to(dtype)
+                yield basis, scale[:size, :size]
 
     @contextmanager
     def using(self, task: int | None) -> Iterator[None]:

@@ -1,17 +1,18 @@
 """Trains the trailing singular directions of linear layers and keeps the leading ones (OSF).
 
 W = U_k S_k V_k + U S V by a singular value decomposition. The first term stays; U, S and V train, with gradients
-without their share in U_k and V_k. The layer's weight holds the first term, and a hook on the layer adds the second, so
-names and modules of the model stay as they are.
+without their share in U_k and V_k. The layer's weight holds the first term, so names and modules of the model stay as
+they are; while the layer runs, it uses the sum.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mambacl.ops.precision import at_least_float32
+from mambacl.tuning.effective_weights import use_weight
 
 PREFIX = "factors."
 NAMES = ("U", "S", "V", "kept_U", "kept_S", "kept_V")
@@ -36,15 +37,12 @@ class Factors(nn.Module):
         U, S, V = (t.to(weight.dtype) for t in torch.linalg.svd(at_least_float32(weight), full_matrices=False))
         return cls(U[:, kept:], S[kept:], V[kept:], U[:, :kept], S[:kept], V[:kept])
 
-    def forward(self, u: Tensor) -> Tensor:
-        return (u @ self.V.T * self.S) @ self.U.T
-
     def kept(self) -> Tensor:
         found: dict[str, Tensor] = dict(self.named_buffers())
         return (found["kept_U"] * found["kept_S"]) @ found["kept_V"]
 
-    def whole(self) -> Tensor:
-        return self.kept() + (self.U * self.S) @ self.V
+    def whole(self, kept: Tensor) -> Tensor:
+        return torch.addmm(kept, self.U * self.S, self.V)
 
 
 class WeightFactors:
@@ -53,19 +51,17 @@ class WeightFactors:
     def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
         self.layers = dict(layers)
         self.factors: dict[str, Factors] = {}
-        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in self.layers.items()]
+        for name, layer in self.layers.items():
+            use_weight(layer, partial(self._whole, name))
 
-    def _hook(self, name: str) -> Any:
-        def add(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return output + self.factors[name](arguments[0]).to(output.dtype) if name in self.factors else output
-
-        return add
+    def _whole(self, name: str) -> Tensor | None:
+        return self.factors[name].whole(self.layers[name].weight) if name in self.factors else None
 
     @torch.no_grad()
     def split(self, kept: Callable[[int], int]) -> None:
         """Decomposes the weights as they are after training so far. `kept`: how many of so many directions stay."""
         for name, layer in self.layers.items():
-            weight = self.factors[name].whole() if name in self.factors else layer.weight
+            weight = whole if (whole := self._whole(name)) is not None else layer.weight
             self._use(name, Factors.of(weight, kept(min(weight.shape))))
 
     def _use(self, name: str, factors: Factors) -> None:

@@ -77,17 +77,23 @@ def open_dataset(name: str, root: str | Path | None, skip_bad: bool = False, tes
 _begun: dict[tuple[str, str | Path | None, float], Future[DataSet]] = {}  # at most one
 
 
-def begin_to_open(name: str, root: str | Path | None, test_share: float = TEST_SHARE) -> None:
-    """Opens a data set in the background, for the next call of `open_dataset`, which also raises any error."""
+def begin_to_open(name: str, root: str | Path | None, test_share: float = TEST_SHARE, fingerprint: bool = True) -> None:
+    """Opens a data set in the background, for the next call of `open_dataset`, which also raises any error.
+    `fingerprint`: whether all its images are used, so that its fingerprint is needed."""
 
     def work() -> DataSet:
         dataset = _opened(name, root, skip_bad=False, test_share=test_share)
-        if isinstance(dataset.train, ArrayImages):
+        if fingerprint and isinstance(dataset.train, ArrayImages):
             dataset.fingerprint()  # which they remember
         return dataset
 
-    _begun.clear()
+    forget_begun()
     _begun[name, root, test_share] = in_background(work)
+
+
+def forget_begun() -> None:
+    """Forgets what `begin_to_open` has begun, if nobody has taken it: the data can be others by the next time."""
+    _begun.clear()
 
 
 def _opened(name: str, root: str | Path | None, skip_bad: bool, test_share: float) -> DataSet:
