@@ -58,12 +58,12 @@ class PassCounter:
 
         def seen(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *_: Any) -> None:
             nonlocal size
-            weight: Tensor = layer.weight  # type: ignore[assignment]
+            weight: Tensor = layer.weight  # type: ignore[assignment]  # the one in use, because this hook comes first
             kind = 0 if not output.requires_grad else 1 if not weight.requires_grad else 2
             size += weight.numel()
             work[kind] += inputs[0].numel() // weight.shape[1] * weight.numel()
 
-        handles = [backbone.get_submodule(name).register_forward_hook(seen) for name in self.names]
+        handles = [backbone.get_submodule(name).register_forward_hook(seen, prepend=True) for name in self.names]
         try:
             call()
         finally:

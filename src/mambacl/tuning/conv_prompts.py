@@ -77,10 +77,9 @@ class ConvPrompts(nn.Module):
         place = self.places[block]
         shared = self.shared[place].unflatten(0, (2, -1)).unflatten(2, (self.heads, -1)).movedim(2, 1)
         kernels, biases = self.joined("kernels", 3)[:, place], self.joined("biases", 3)[:, place]
-        # A product with all windows: convolutions with one channel per group are slow, above all on a CPU.
-        windows = F.unfold(shared.flatten(0, 1)[:, None], self.kernel)  # (2 heads, k k, length d)
-        prompts = torch.baddbmm(biases.flatten(0, 1)[..., None], kernels.flatten(0, 1).flatten(2), windows)
-        prompts = prompts.view(*biases.shape, shared.shape[2] - self.kernel + 1, -1)  # (2, heads, n, length, d)
+        prompts = F.conv2d(  # one group for each head of keys and of values
+            shared.flatten(0, 1)[None], kernels.flatten(0, 2)[:, None], biases.flatten(), groups=2 * self.heads
+        )[0].unflatten(0, biases.shape)  # (2, heads, generators, length, d)
         return torch.einsum("bg,shgld->bslhd", self.similarity(query), prompts)
 
     @torch.no_grad()
