@@ -18,10 +18,13 @@ from kernels_help import kernels_run
 from small_run import VIT
 
 from mambacl.backbones import create_model
+from mambacl.heap import keep_freed_memory
 from mambacl.methods import METHODS
 
 # One thread unless asked for: pytest runs two processes on two cores.
 torch.set_num_threads(int(os.environ.setdefault("MAMBACL_TEST_THREADS", "1")))
+
+keep_freed_memory()  # as the commands do
 
 GOLDENS = Path(__file__).parent / "goldens"
 LONG_IN_THE_INTERPRETER = ("test_scan_layouts", "test_scan_tiles")  # test_scan_triton has the same scans

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mambacl.data import list_datasets
     from mambacl.deploy import Comparison, Predictor, compare, learn, load, rollback
     from mambacl.errors import UserError
+    from mambacl.heap import keep_freed_memory
     from mambacl.nullspace import NullSpace, Setting
     from mambacl.ops import selective_scan
     from mambacl.reports import write_report as report
@@ -32,6 +33,7 @@ _attribute = attributes(
         "RunConfig": "config",
         "UserError": "errors",
         **dict.fromkeys(("create_model", "list_models"), "backbones"),
+        "keep_freed_memory": "heap",
         "list_datasets": "data",
         "recorded": "training.recorded",
         "selective_scan": "ops",
@@ -53,6 +55,7 @@ __all__ = [
     "compare",
     "create_model",
     "evaluate",
+    "keep_freed_memory",
     "learn",
     "list_classifiers",
     "list_datasets",

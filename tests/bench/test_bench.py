@@ -42,7 +42,13 @@ TOY = Sizes(
     repeats=3,
     budget=0.01,
 )
-SIGNED = ("per_cent_slower", "final_accuracy_per_cent", "largest_difference")
+SIGNED = (
+    "kept_page_faults",
+    "returned_page_faults",
+    "per_cent_slower",
+    "final_accuracy_per_cent",
+    "largest_difference",
+)
 
 
 SLOW = ("scan", "step", "projection", "run")  # kernels in Triton's interpreter, training

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -12,11 +13,10 @@ from matplotlib.figure import Figure
 from reports_help import make_run
 
 from mambacl.reports import charts, figures, load_run, numbers
-from mambacl.reports.charts import _wide_fonts, chart
+from mambacl.reports.charts import Chart, _wide_fonts, chart
 from mambacl.reports.groups import Value, group_runs
 from mambacl.reports.marks import mark, placed_marks
 from mambacl.reports.tables import Column, Table
-from mambacl.reports.templating import Chart
 
 COUNTS = [[90], [80, 45], [70, 44, 20]]
 TABLE = Table("numbers", (Column("x"), Column("y")), tuple((str(i), Value(i / 3)) for i in range(300)))
@@ -38,13 +38,13 @@ def test_the_numbers_of_the_matrix_are_those_of_the_run(run):
     head, *rows = rows_of(found)
     assert head == ["after task", "task 1", "task 2", "task 3"]
     assert rows == [["1", "90.0000", "", ""], ["2", "80.0000", "90.0000", ""], ["3", "70.0000", "88.0000", "80.0000"]]
-    words = [entry[-1] for entry in json.loads(found.marks)]
+    words = [entry[-1] for entry in json.loads(found.drawing.marks)]
     assert len(words) == 6 and words[1] == "task 1 after task 2: 80.00%"
 
 
 def test_each_point_of_a_curve_says_its_value(run):
     found = chart("accuracy", figures.accuracy_curves(group_runs([run])), numbers.run_curve(run))
-    words = [entry[-1] for entry in json.loads(found.marks)]
+    words = [entry[-1] for entry in json.loads(found.drawing.marks)]
     assert "all tasks seen, after task 2: 85.00" in words and "task 3 right after learning it: 80.00%" in words
     assert [row[1:] for row in rows_of(found)[1:]] == [
         ["90.0000", "90.0000"], ["85.0000", "90.0000"], ["79.3333", "80.0000"]
@@ -71,13 +71,13 @@ def test_marks_are_where_the_drawing_has_the_points():
 
 def test_a_chart_is_small_and_takes_the_colours_of_the_page(run):
     found = chart("accuracy", figures.accuracy_curves(group_runs([run])), TABLE)
-    assert found.svg.startswith("<svg viewBox") and len(found.svg) < 50_000
+    assert found.drawing.svg.startswith("<svg viewBox") and len(found.drawing.svg) < 50_000
     for colour, name in ((figures.INK, "--ink"), (figures.QUIET, "--quiet")):
-        assert colour not in found.svg and f"var({name})" in found.svg
-    assert "var(--font)" in found.svg and "DejaVu" not in found.svg
-    ids = re.findall(r' id="([^"]*)"', found.svg)
+        assert colour not in found.drawing.svg and f"var({name})" in found.drawing.svg
+    assert "var(--font)" in found.drawing.svg and "DejaVu" not in found.drawing.svg
+    ids = re.findall(r' id="([^"]*)"', found.drawing.svg)
     assert all(name.startswith("accuracy-") for name in ids) and len(ids) == len(set(ids))
-    used = re.findall(r'(?:href="|url\()#([^")]*)', found.svg)
+    used = re.findall(r'(?:href="|url\()#([^")]*)', found.drawing.svg)
     assert used and set(used) <= set(ids)
     assert chart("accuracy", figures.accuracy_curves(group_runs([run])), TABLE) == found
 
@@ -100,14 +100,31 @@ def test_without_a_font_for_names_in_other_scripts_one_sentence_says_so(monkeypa
         _wide_fonts.cache_clear()
 
 
+def drawn(name: str) -> Chart:
+    figure, (axes,) = figures.frame(3, 2)
+    axes.set_yticks([0], [name])
+    return chart("names", figure, TABLE)
+
+
 def test_names_in_other_scripts_are_drawn_and_not_boxes():
     if not _wide_fonts():
         pytest.skip("no font here has Chinese signs")
 
-    def drawn(name: str) -> Chart:
-        figure, (axes,) = figures.frame(3, 2)
-        axes.set_yticks([0], [name])
-        return chart("names", figure, TABLE)
-
     # Without such a font, both would be the same box.
-    assert drawn("猫").png != drawn("犬").png and "猫" in drawn("猫").svg
+    assert drawn("猫").drawing.png != drawn("犬").drawing.png and "猫" in drawn("猫").drawing.svg
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="charts are drawn in forks on Linux only")
+def test_charts_drawn_together_are_those_drawn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> list[Chart]:
+        return [drawn(word) for word in ("one", "two", "three", "four", "five", "six")]
+
+    monkeypatch.setattr(charts.os, "cpu_count", lambda: 2)
+    together, alone = made(), made()
+    charts.draw(together)
+    assert all("drawing" in vars(one) for one in together) and not any("drawing" in vars(one) for one in alone)
+    assert [one.drawing for one in together] == [one.drawing for one in alone]
+    late = made()
+    monkeypatch.setattr(charts, "PATIENCE", 0.0)
+    charts.draw(late)  # drawn when needed, if the forks do not answer
+    assert not any("drawing" in vars(one) for one in late) and late[0].drawing == alone[0].drawing

@@ -9,6 +9,7 @@ PARTS = {
     "projection": "projecting a step, compared with a loop over dense matrices",
     "decomposition": "decomposing after a task, compared with an SVD per parameter",
     "inference": "predicting one image at a time, and many",
+    "freed": "predicting on a CPU, if freed memory is kept or returned to the system",
     "classifier": "what a classifier from statistics adds to the backbone's time",
     "run": "a complete run, from the files to the last evaluation",
 }

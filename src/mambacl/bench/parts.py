@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mambacl.bench import classifiers, memory, network, nullspace, roofline, runs, scan
+from mambacl.bench import classifiers, freed, memory, network, nullspace, roofline, runs, scan
 from mambacl.bench.names import PARTS
 from mambacl.bench.result import Result, check_writable, header, machine_line, quiet, save, text
 from mambacl.bench.shapes import SHAPES, shape_named
@@ -62,6 +62,7 @@ def measure(part: str, clock: Clock, sizes: Sizes, speed: float, root: Path | No
         "projection": lambda: nullspace.measure_projection(clock, sizes),
         "decomposition": lambda: nullspace.measure_decomposition(clock, sizes),
         "inference": lambda: network.measure_inference(clock, sizes),
+        "freed": lambda: freed.measure(clock, sizes),
         "classifier": lambda: classifiers.measure(clock, sizes),
         "run": lambda: runs.measure(clock, sizes, root),
     }

@@ -50,7 +50,7 @@ CPU = Sizes(
     block=(Case(NANO, (8,), options=ONE_BLOCK),),
     step=(Case(NANO, (8,)),),
     nullspace=(Case(NANO),),
-    inference=(Case(NANO, (1, 32)),),
+    inference=(Case(NANO, (1, 32, 200)),),
     run={"stream": {"train_per_class": 40}, "training": {"passes": 1}},
     copy_bytes=1 << 28,
     repeats=15,

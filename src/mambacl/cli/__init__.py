@@ -41,6 +41,7 @@ from mambacl.cli.watching import watch
 from mambacl.config import RunConfig
 from mambacl.errors import UserError
 from mambacl.files import full_disk
+from mambacl.heap import keep_freed_memory
 from mambacl.lazy import own_version
 from mambacl.log import logger
 from mambacl.pretraining.options import PretrainConfig
@@ -119,6 +120,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if first in LONG:
         _share_cores()
+        keep_freed_memory()
     return _run(COMMANDS[first], arguments[1:])
 
 

@@ -150,7 +150,7 @@ def _show(runs: list[Run], comparison: Path | None = None) -> None:
     for number, run in enumerate(runs, start=1):
         started = time.perf_counter()
         with status(f"writing report {number} of {len(runs)}"):
-            page = write_report([run.folder])
+            page = write_report([run.folder], dataset=run.dataset)
         if run.trained:
             RunFolder(run.folder).add_seconds("report", time.perf_counter() - started)
             attach_report(RunFolder(run.folder), Path(page))

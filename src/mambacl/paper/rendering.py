@@ -15,14 +15,13 @@ from mambacl.paper.designs import DEPTH, FIGURES, NAMES, NANO_WORDS, PRETRAINING
 from mambacl.paper.losses import read_losses
 from mambacl.paper.page import as_text, write_paper_table
 from mambacl.paper.quoted import paper_table
-from mambacl.reports.charts import chart
+from mambacl.reports.charts import Chart, chart
 from mambacl.reports.figures import COLOURS, MARKERS, QUIET, frame, legend_below, styled
 from mambacl.reports.groups import departures, mean_and_deviation
 from mambacl.reports.marks import mark
 from mambacl.reports.rendering import csv_text, to_markdown, to_text
 from mambacl.reports.runs import RunRecord
 from mambacl.reports.tables import Cell, Column, Table
-from mambacl.reports.templating import Chart
 from mambacl.reports.templating import render as render_page
 from mambacl.reports.writing import write_files
 
@@ -65,7 +64,7 @@ def render(name: str, found: Found, target: Path, scale: str) -> tuple[str, Path
     table, stem = figure_table(name, shown, found, notes), f"paper-{name}"
     drawn = chart(stem, (_bars if name == "pretraining" else _lines)(name, shown), table)
     files = {f"{stem}.csv": to_csv(name, shown).encode(), f"{stem}.md": to_markdown(table).encode()}
-    files |= {f"{stem}.png": drawn.png, f"{stem}.html": figure_page(name, drawn).encode()}  # the page last
+    files |= {f"{stem}.png": drawn.drawing.png, f"{stem}.html": figure_page(name, drawn).encode()}  # the page last
     write_files(target, files)
     return to_text(table), target / f"{stem}.html"
 

@@ -9,8 +9,14 @@ are texts, in the fonts of the browser.
 
 import functools
 import io
+import multiprocessing
+import os
 import re
+import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +29,12 @@ from matplotlib.text import Text
 from mambacl.log import logger
 from mambacl.reports import figures
 from mambacl.reports.marks import placed_marks
+from mambacl.reports.rendering import csv_address
 from mambacl.reports.tables import Table
-from mambacl.reports.templating import Chart
 
+ROWS_SHOWN = 200  # of a chart's numbers on the page; the CSV has all
+WORKERS = 4  # processes that draw
+PATIENCE = 30.0  # seconds; drawing all charts of a page one after another takes one or two
 VARIABLES = {  # colours of figures -> those of style.css
     figures.INK: "--ink",
     figures.QUIET: "--quiet",
@@ -48,13 +57,79 @@ WIDE_FILES = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Drawing:
+    svg: str
+    png: bytes
+    marks: str
+    """what to show at which place, as JSON: [x, y, width, height, words] in the SVG's units, for the page's script"""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure: on the page as SVG, in `figures/` as PNG."""
+
+    name: str
+    """of its files, without an ending"""
+    figure: Figure
+    numbers: Table
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        with warnings.catch_warnings():
+            # Without such a font the PNG has boxes; the page has not, because the browser finds one.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from")
+            png, svg = figures.png(self.figure), _svg(self.name, self.figure)
+        return Drawing(svg, png, placed_marks(self.figure))
+
+    @property
+    def width(self) -> int:
+        """In CSS pixels."""
+        return round(96 * self.figure.get_figwidth())
+
+    @property
+    def shown(self) -> Table:
+        """The numbers, without rows past the first few hundred."""
+        rows, total = self.numbers.rows[:ROWS_SHOWN], len(self.numbers.rows)
+        notes = self.numbers.notes
+        if len(rows) < total:
+            notes = (*notes, f"the first {len(rows)} of {total:,} rows; the CSV file has all")
+        return Table(self.numbers.caption, self.numbers.columns, rows, notes)
+
+    @property
+    def csv(self) -> str:
+        """The numbers as the address of a file to download."""
+        return csv_address(self.numbers)
+
+
 def chart(name: str, figure: Figure, numbers: Table) -> Chart:
     _use_wide_fonts(figure)
-    with warnings.catch_warnings():
-        # Without such a font the PNG has boxes; the page has not, because the browser finds one.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        png, svg = figures.png(figure), _svg(name, figure)
-    return Chart(name, svg, png, round(96 * figure.get_figwidth()), placed_marks(figure), numbers)
+    return Chart(name, figure, numbers)
+
+
+def draw(charts: Sequence[Chart]) -> None:
+    """Draws several charts, on Linux in processes of their own: one thread alone can draw at a time, and a run's page
+    has a dozen. They are forks, which have the figures already. If they fail, each chart is drawn when it is needed."""
+    workers = min(WORKERS, os.cpu_count() or 1, len(charts) // 3)
+    if workers < 2 or sys.platform != "linux":
+        return
+    context = multiprocessing.get_context("fork")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads; the forks only draw
+            with context.Pool(workers, initializer=_waiting.extend, initargs=(charts,)) as pool:
+                drawn = pool.map_async(_drawn, range(len(charts)), chunksize=1).get(PATIENCE)
+    except (OSError, multiprocessing.TimeoutError):
+        return
+    for one, drawing in zip(charts, drawn, strict=True):
+        vars(one)["drawing"] = drawing  # as `cached_property` keeps it
+
+
+_waiting: list[Chart] = []  # of a fork
+
+
+def _drawn(number: int) -> Drawing:
+    return _waiting[number].drawing
 
 
 def _svg(name: str, figure: Figure) -> str:

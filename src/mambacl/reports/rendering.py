@@ -1,5 +1,6 @@
 """Renders tables as aligned text for a terminal, Markdown, LaTeX and CSV. HTML is in `templates`."""
 
+import base64
 import csv
 import io
 import re
@@ -110,6 +111,11 @@ def to_latex(table: Table) -> str:
         words = [_latex_cell(table, cell, table.is_best(r, c)) for c, cell in enumerate(row)]
         lines.append(" & ".join(words) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def csv_address(table: Table) -> str:
+    """A table as the address of a CSV file to download."""
+    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(to_csv(table).encode()).decode("ascii")
 
 
 def to_csv(table: Table) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from mambacl.training import metrics
 from mambacl.training.confusion import Confusion
 from mambacl.training.folder import RunFolder
 from mambacl.training.learned import History, read_history
+
+if TYPE_CHECKING:
+    from mambacl.data import DataSet
 
 Floats = NDArray[np.float64]
 OWN_IMAGES = ("folders", "domain-folders", "manifest")  # data sets that are the user's
@@ -56,6 +59,8 @@ class RunRecord:
     """tasks that `mambacl learn` has added; None if there are none"""
     setting: Mapping[str, Any] = field(default_factory=dict)
     """the null-space setting stored with the spectra, or the configuration's"""
+    dataset: "DataSet | None" = None
+    """the run's, if this process has it open"""
 
     @property
     def method(self) -> str:
@@ -170,8 +175,9 @@ class RunRecord:
         return str(names[class_id]) if known else f"class {class_id}"
 
 
-def load_run(path: str | Path) -> RunRecord:
-    """Reads a run folder. Raises a `UserError` if it is missing, damaged or no run folder."""
+def load_run(path: str | Path, dataset: "DataSet | None" = None) -> RunRecord:
+    """Reads a run folder. Raises a `UserError` if it is missing, damaged or no run folder. `dataset`: see
+    `RunRecord`."""
     folder = RunFolder.with_results(path)
     results, options = folder.results(), folder.options()
     spectra, configured = _read_spectra(folder), options.get("nullspace")
@@ -188,6 +194,7 @@ def load_run(path: str | Path) -> RunRecord:
         audit=folder.audit(),
         confusion=folder.confusion(len(results["correct"]) - 1),
         learned=history if (history := read_history(folder, len(results["correct"]))).tasks else None,
+        dataset=dataset,
         **spectra,
     )
 

@@ -24,7 +24,7 @@ def thumbnails(record: RunRecord, wanted: Iterable[Place]) -> tuple[dict[Place, 
 
     try:
         config = RunFolder(record.folder).config().stream
-        dataset = open_data(config)
+        dataset = record.dataset or open_data(config)
         _, tasks, domains = tasks_or_domains(dataset, config.scenario, *config.cut)
         if domains is None:
             task_of = np.empty(len(dataset.class_names), dtype=np.int64)

@@ -16,41 +16,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from mambacl.reports.rendering import to_csv
-from mambacl.reports.tables import MINUS, MISSING, Table, one_decimal
+from mambacl.reports.charts import Chart, draw
+from mambacl.reports.rendering import csv_address
+from mambacl.reports.tables import MINUS, MISSING, one_decimal
 from mambacl.scenarios import SCENARIOS
 from mambacl.training.metrics import METRICS
-
-ROWS_SHOWN = 200  # of a chart's numbers on the page; the CSV has all
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A figure: on the page as SVG, in `figures/` as PNG."""
-
-    name: str
-    """of its files, without an ending"""
-    svg: str
-    png: bytes
-    width: int
-    """in CSS pixels"""
-    marks: str
-    """what to show at which place, as JSON: [x, y, width, height, words] in the SVG's units, for the page's script"""
-    numbers: Table
-
-    @property
-    def shown(self) -> Table:
-        """The numbers, without rows past the first few hundred."""
-        rows, total = self.numbers.rows[:ROWS_SHOWN], len(self.numbers.rows)
-        notes = self.numbers.notes
-        if len(rows) < total:
-            notes = (*notes, f"the first {len(rows)} of {total:,} rows; the CSV file has all")
-        return Table(self.numbers.caption, self.numbers.columns, rows, notes)
-
-    @property
-    def csv(self) -> str:
-        """The numbers as the address of a file to download."""
-        return csv_address(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -60,8 +30,9 @@ class Page:
 
 
 def render(template: str, **data: Any) -> Page:
-    html = _environment().get_template(template).render(contents=[], **data)
-    return Page(html, tuple(_charts(data)))
+    charts = _charts(data)
+    draw(charts)
+    return Page(_environment().get_template(template).render(contents=[], **data), tuple(charts))
 
 
 def _charts(data: Any) -> list[Chart]:
@@ -70,10 +41,6 @@ def _charts(data: Any) -> list[Chart]:
         return [data]
     inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     return [chart for value in inner for chart in _charts(value)]
-
-
-def csv_address(table: Table) -> str:
-    return "data:text/csv;charset=utf-8;base64," + base64.b64encode(to_csv(table).encode()).decode("ascii")
 
 
 def duration(seconds: float) -> str:

@@ -9,12 +9,16 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mambacl.errors import UserError
 from mambacl.files import write_bytes
 from mambacl.reports.rendering import to_csv, to_latex, to_markdown
 from mambacl.reports.runs import RunRecord, load_run
 from mambacl.reports.tables import comparison_table
+
+if TYPE_CHECKING:
+    from mambacl.data import DataSet
 
 PAGE, RUNS = "report.html", "runs.json"
 
@@ -24,10 +28,13 @@ def write_report(
     out: Path | None = None,
     imported: Sequence[RunRecord] = (),
     overwrite: bool = False,
+    dataset: "DataSet | None" = None,
 ) -> Path:
     """Writes the report of one run, or a comparison of several. Returns the path of its `report.html`.
 
     `imported` are records of other tools to compare, from `import_records`.
+
+    `dataset` is that of the runs, if this process has it open: their pages show some images.
 
     `out` is the folder to write to. By default, a run's report goes to the run folder, and a comparison to `comparison`
     in the folder that contains all the runs, or to `comparison-2` and so on if that holds other runs. It also writes
@@ -38,7 +45,7 @@ def write_report(
     unique = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not unique and not imported:
         raise UserError("A report needs at least one run folder, e.g. `mambacl report runs/<preset>-<method>-0`.")
-    records = [*(load_run(folder) for folder in unique), *imported]
+    records = [*(load_run(folder, dataset) for folder in unique), *imported]
     single = len(records) == 1 and not imported
     shown = [record.folder for record in records]
     own = single and (out is None or Path(out).resolve() == unique[0].resolve())  # the run's page in its folder
@@ -48,7 +55,7 @@ def write_report(
 
     page = run_page(records[0]) if single else comparison_page(records)
     table = comparison_table(records)
-    files: dict[str, bytes] = {f"figures/{chart.name}.png": chart.png for chart in page.charts}
+    files: dict[str, bytes] = {f"figures/{chart.name}.png": chart.drawing.png for chart in page.charts}
     files |= {
         "table.md": to_markdown(table).encode(),
         "table.tex": to_latex(table).encode(),

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from mambacl import ops, processes
 from mambacl.config import RunConfig, resolve
+from mambacl.data import DataSet
 from mambacl.errors import UserError
 from mambacl.files import expanded, full_disk
 from mambacl.log import logger
@@ -44,6 +45,8 @@ class Run:
     results: dict[str, Any]
     trained: bool = False
     """whether this call trained it; otherwise it was already finished"""
+    dataset: DataSet | None = field(default=None, repr=False, compare=False)
+    """what it trained on, still open"""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -118,7 +121,7 @@ def train(
 
     with _locked(folder):
         processes.decide(start)
-        return Run(folder.path, execute(folder, parts, None), trained=True)
+        return Run(folder.path, execute(folder, parts, None), trained=True, dataset=parts.stream.dataset)
 
 
 def resume(path: str | Path, device: str | None = None, root: str | Path | None = None) -> Run:
@@ -187,7 +190,7 @@ def _continue(folder: RunFolder, config: RunConfig, watch: Watch, loop: type[Loo
         if checkpoint is not None:
             position = checkpoint.position
             logger.info("Continuing %s in task %d after epoch %d.", folder.path, position.task + 1, position.epoch)
-        return Run(folder.path, execute(folder, parts, checkpoint), trained=True)
+        return Run(folder.path, execute(folder, parts, checkpoint), trained=True, dataset=parts.stream.dataset)
 
 
 def evaluate(
