@@ -56,7 +56,7 @@ def test_the_other_charts_have_numbers(run):
     assert rows_of(lost)[1:] == [["1", "90.0000", "70.0000", "20.0000"], ["2", "90.0000", "88.0000", "2.0000"]]
     trained = chart("training", figures.training_curves(run), numbers.training(run))
     assert rows_of(trained)[1] == ["1", "1", "1", "0.5", "0.1"] and len(rows_of(trained)) == 1 + 6
-    assert len(json.loads(trained.marks)) == 2 * 6  # loss and accuracy
+    assert len(json.loads(trained.drawing.marks)) == 2 * 6  # loss and accuracy
 
 
 def test_marks_are_where_the_drawing_has_the_points():
@@ -79,7 +79,7 @@ def test_a_chart_is_small_and_takes_the_colours_of_the_page(run):
     assert all(name.startswith("accuracy-") for name in ids) and len(ids) == len(set(ids))
     used = re.findall(r'(?:href="|url\()#([^")]*)', found.drawing.svg)
     assert used and set(used) <= set(ids)
-    assert chart("accuracy", figures.accuracy_curves(group_runs([run])), TABLE) == found
+    assert chart("accuracy", figures.accuracy_curves(group_runs([run])), TABLE).drawing == found.drawing
 
 
 def test_a_long_table_is_cut_on_the_page_but_not_in_the_csv(run):
