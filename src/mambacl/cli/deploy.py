@@ -28,7 +28,7 @@ Model = Annotated[str, "a run folder, a file from `mambacl export`, or hf://OWNE
 Answers = list[tuple[Path, "Prediction | UserError"]]
 Share = Annotated[
     float | None,
-    "call images unknown, at most this share of those of known classes",
+    "call images unknown, about this share of those of known classes",
     Must("be at least 0 and below 1", lambda value: value is None or 0 <= value < 1),
 ]
 

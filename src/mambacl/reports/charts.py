@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -111,13 +112,13 @@ def draw(charts: Sequence[Chart]) -> None:
     """Draws several charts, on Linux in processes of their own: one thread alone can draw at a time, and a run's page
     has a dozen. They are forks, which have the figures already. If they fail, each chart is drawn when it is needed."""
     workers = min(WORKERS, os.cpu_count() or 1, len(charts) // 3)
-    if workers < 2 or sys.platform != "linux":
+    if workers < 2 or sys.platform != "linux" or multiprocessing.current_process().daemon:  # which may not fork
         return
     context = multiprocessing.get_context("fork")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads; the forks only draw
-            with context.Pool(workers, initializer=_waiting.extend, initargs=(charts,)) as pool:
+            with context.Pool(workers, initializer=_begin, initargs=(charts,)) as pool:
                 drawn = pool.map_async(_drawn, range(len(charts)), chunksize=1).get(PATIENCE)
     except (OSError, multiprocessing.TimeoutError):
         return
@@ -126,6 +127,12 @@ def draw(charts: Sequence[Chart]) -> None:
 
 
 _waiting: list[Chart] = []  # of a fork
+
+
+def _begin(charts: Sequence[Chart]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the pool ends its forks
+    _waiting.extend(charts)
 
 
 def _drawn(number: int) -> Drawing:
