@@ -1,6 +1,6 @@
 # make demo    the whole product on a small example, installation included in about three minutes
 # make test    style, types and tests, 9 to 15 minutes on two cores
-# make test-long    the few tests that `make test` leaves out because each takes a quarter of a minute or more
+# make test-long    what `make test` leaves out: tests of a quarter of a minute or more, and many that repeat others
 # make test-fast    all but the slow tests
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
 # make test-extras    what the extras add, with their real libraries

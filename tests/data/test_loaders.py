@@ -120,7 +120,7 @@ def test_blocks_change_nothing(dataset: DataSet, augment: str, most: int, monkey
 
 @pytest.mark.parametrize("engine", ["batched", "torchvision"])
 @pytest.mark.parametrize("augment", ["none", "autoaugment-cifar"])
-@pytest.mark.parametrize("of", [1, 2, 3, 7])
+@pytest.mark.parametrize("of", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(7, marks=pytest.mark.long)])
 def test_the_shares_of_several_processes_are_the_batch(dataset: DataSet, augment: str, engine: str, of: int) -> None:
     """Each image in one share, with the pixels that it has alone. A share without an image has the batch's first."""
     batches = stream(dataset, engine, augment=augment).train_batches(1, 0, 4)

@@ -281,13 +281,18 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith("method.")}
 
 
+SOME = ("analytic", "coda-prompt", "ease", "ewc", "icarl", "inflora", "lae", "mamba-cl", "sequential")
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_domains(tmp_path_factory.mktemp("places"), left_out=("train/noon/bee",))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS.names())
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in SOME else pytest.mark.long) for name in METHODS.names()]
+)
 def test_a_run_over_domains_resumes_as_if_uninterrupted(method: str, places: Path, tmp_path: Path) -> None:
     config, kind = {**run_config(places), **backbone_for(method)}, METHODS.get(method)
     trains = kind.trains and not kind.first_task_only

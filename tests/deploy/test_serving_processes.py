@@ -152,6 +152,7 @@ def _refused(port: int) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_two_workers_both_reload_and_share_the_rate(run: Path, tmp_path: Path) -> None:
     write_images([tmp_path / "new" / "heron" / f"{i}.png" for i in range(4)])
     with serving(run, "--workers", "2", "--rate", "0.01") as server:

@@ -73,7 +73,9 @@ def test_onnx_of_each_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method, options", [("sd-lora", {"rank": 4}), ("bilora", {"frequencies": 30})])
+@pytest.mark.parametrize(
+    "method, options", [("sd-lora", {"rank": 4}), pytest.param("bilora", {"frequencies": 30}, marks=pytest.mark.long)]
+)
 def test_pt2_of_changed_layers(method: str, options: dict[str, int], tmp_path: Path) -> None:
     """What a method adds to the backbone is exported and counts in the check in float64."""
     model = predictor("vim", method=method, options=options)
@@ -109,7 +111,7 @@ def assert_described(text: dict[str, str], model: Predictor) -> None:
     assert about["input"] == "uint8 (n, height, width, 3), RGB" and about["scores"] == "estimates of the probabilities"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.extras
 @pytest.mark.parametrize("form", FORMS)
 def test_onnx_of_each_form(form: str, tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_onnx_of_each_form(form: str, tmp_path: Path) -> None:
     assert kinds.count("Scan") == (2 if form == "loop" else 0)  # one per block
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.extras
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
 @pytest.mark.parametrize("fast", ["loop", "chunked"])

@@ -95,7 +95,7 @@ def test_a_run_whose_data_are_gone_asks_for_images(run: Path) -> None:
         next(shipping.run_images(copy))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.extras
 def test_the_code_of_the_page_runs_without_mambacl(run: Path, tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "deploy.md"
@@ -143,7 +143,7 @@ def test_files_answer_raw_images_as_predict_does(
             assert_near(scores[0], wanted, Scores(model, True).terms(), size=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.extras
 def test_a_model_that_learned_ships_all_its_classes(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

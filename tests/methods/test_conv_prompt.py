@@ -213,7 +213,7 @@ def test_what_trains_and_what_is_kept(variant):
     assert [name for name, _ in other.tuning.trained()] == names
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few_test_images")
 def test_a_run_whose_layer_norms_train_resumes_and_loads(tmp_path):
     """Bit for bit, with parameters of the backbone and modules beside it in one state; a loaded model answers alike."""

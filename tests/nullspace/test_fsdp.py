@@ -130,7 +130,7 @@ def all_cases(processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_as_one_process(processes):
     first, *others = on_ranks(processes, all_cases, processes)
     for (name, kind), found in first.items():

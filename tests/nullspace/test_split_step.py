@@ -65,7 +65,7 @@ def all_cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_as_one_process_with_the_same_bits_everywhere(processes):
     first, *others = on_ranks(processes, all_cases)
     for (name, shared), found in first.items():

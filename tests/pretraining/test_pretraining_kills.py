@@ -36,6 +36,7 @@ def test_a_kill_before_each_file_operation(tmp_path: Path) -> None:
         assert not list(state.folder.glob(".*.safetensors.*.part"))
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_from_an_operation_on(tmp_path: Path) -> None:
     with full_from(tmp_path / "run", 1 << 30) as operations:
         whole = pretrain(**SHORT, out=str(tmp_path / "run"))

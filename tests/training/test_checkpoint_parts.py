@@ -165,7 +165,7 @@ def test_a_part_that_is_damaged_or_gone_leaves_the_checkpoint_before(
         assert parts_in(folder) == named_in(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_cut_weights_is_loaded_and_its_folder_used_again(tmp_path: Path) -> None:
     folder, again = tmp_path / "run", {**SMALL, "shard": True, "training": {**SGD, "passes": 1}}
     on_ranks(2, train_cut, folder)

@@ -91,7 +91,7 @@ def sharded_run(folder: Path, again: bool) -> list[list[int]]:
     return json.loads((folder / "results.json").read_text())["correct"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few_test_images")
 def test_a_run_with_cut_weights_is_the_same(tmp_path: Path) -> None:
     usual, again = (on_ranks(2, sharded_run, tmp_path / str(on), on) for on in (False, True))

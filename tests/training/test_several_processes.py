@@ -99,7 +99,7 @@ def doubles() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("doubles")
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_gradient_of_every_method_is_that_of_one_process(count: int) -> None:
     """Seven images, so that parts differ in size."""
     alone = steps(TRAINING, 7, 1)
@@ -137,32 +137,28 @@ def assert_same_step(found: Any, expected: Any, what: str) -> None:
 # A run
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mamba-cl": {"training": SGD},
+    "exact-batched": {
+        "training": SGD, "setting": "exact", "stream": {**CONFIG["stream"], "transforms": {"engine": "batched"}},
+    },
+    "sharded": {"training": SGD, "setting": "exact", "shard": True},
+    "shared-steps": {"training": SGD, "setting": "public-code", "share_steps": True},
+    "analytic": {"method": "analytic", "classifier_options": {"width": 200}},
+    "sequential-lda": {"method": "sequential", "classifier": "lda", "training": SGD},
+    "analytic-sharded": {"method": "analytic", "classifier_options": {"width": 200}, "shard": True},
+    "depths-sharded": {"method": "sequential", "features": {"depths": 2}, "training": SGD, "shard": True},
+}  # fmt: skip
+LONG = ("exact-batched", "shared-steps", "sequential-lda", "depths-sharded")  # alike in much
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        {"training": SGD},
-        {"training": SGD, "setting": "exact", "stream": {**CONFIG["stream"], "transforms": {"engine": "batched"}}},
-        {"training": SGD, "setting": "exact", "shard": True},
-        {"training": SGD, "setting": "public-code", "share_steps": True},
-        {"method": "analytic", "classifier_options": {"width": 200}},
-        {"method": "sequential", "classifier": "lda", "training": SGD},
-        {"method": "analytic", "classifier_options": {"width": 200}, "shard": True},
-        {"method": "sequential", "features": {"depths": 2}, "training": SGD, "shard": True},
-    ],
-    ids=[
-        "mamba-cl",
-        "exact-batched",
-        "sharded",
-        "shared-steps",
-        "analytic",
-        "sequential-lda",
-        "analytic-sharded",
-        "depths-sharded",
-    ],
+    "setting", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SETTINGS]
 )
 @pytest.mark.usefixtures("few_test_images")
-def test_two_and_three_processes_train_the_run_of_one(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_two_and_three_processes_train_the_run_of_one(tmp_path: Path, setting: str) -> None:
+    overrides = SETTINGS[setting]
     train(tmp_path / "1", **overrides)
     assert "processes" not in results(tmp_path / "1")
     for count in (2, 3):
@@ -322,8 +318,8 @@ def test_gpus_starts_the_processes_and_a_mistake_is_told_once(tmp_path: Path) ->
     assert "Traceback" not in again.stderr and "ChildFailedError" not in again.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_run_which_continues(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "run"
     words = ["train", str(config_file(tmp_path, PASSES)), "--gpus", "2", "--out", str(folder)]
@@ -355,7 +351,7 @@ def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
     assert_every_image_counted_once(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_restart_before_anything_is_overwritten_still_overwrites(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
