@@ -18,7 +18,9 @@ from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
 from mambacl.nullspace.shards import is_cut, whole
+from mambacl.training.checkpoints import Checkpoint, Position, same_for_all
 from mambacl.training.clipping import clip_gradients
+from mambacl.training.folder import RunFolder
 from mambacl.training.loop import Loop
 from mambacl.training.sharding import cut
 from mambacl.training.step import TrainingStep
@@ -154,6 +156,22 @@ def test_all_processes_run_a_cut_model_equally_often(images: int, accumulate: in
         assert found == counts and found_loss == pytest.approx(loss, rel=rounding(TERMS, torch.float64))
         for one, other in zip(parameters, alone, strict=True):
             assert_near(one, other, TERMS)
+
+
+def read_at(folder: Path, task: int) -> str:
+    """What a process says that has read a run's folder at another moment than the first."""
+    here = Checkpoint(Position(task + processes.rank()), {}, {}, {}, {}, "")
+    try:
+        same_for_all(RunFolder(folder), here)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_different_tasks_are_refused_by_all(tmp_path: Path) -> None:
+    assert all("finished another task meanwhile" in said for said in on_ranks(2, read_at, tmp_path, 1))
+    assert read_at(tmp_path, 1) == ""  # alone
 
 
 def kept_tasks(folder: Path, room: int) -> list[int]:

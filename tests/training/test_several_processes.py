@@ -226,6 +226,7 @@ def test_a_process_killed_at_any_work_loses_nothing(tmp_path: Path, moment: str,
     assert "exit code -9" in found[victim].text
     assert isinstance(found[1 - victim].error, TrainingError) and "Another process" in str(found[1 - victim].error)
     assert results(tmp_path / "run")["status"] != "finished"
+    assert "Traceback" in (tmp_path / "run" / "lost.log").read_text()
     on_ranks(2, resume_it, tmp_path / "run")
     assert_same_outcome(tmp_path / "run", tmp_path / "1")
 
