@@ -1,5 +1,5 @@
 # make demo    the whole product on a small example, installation included in about three minutes
-# make test    style, types and tests, 9 to 15 minutes on two cores
+# make test    style, types and tests, about a quarter of an hour on two cores
 # make test-long    what `make test` leaves out: tests of a quarter of a minute or more, and many that repeat others
 # make test-fast    all but the slow tests
 # make test-cpus    the numerical tests as other CPUs run them: instruction sets, threads, without the C++ scan
