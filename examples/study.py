@@ -85,7 +85,11 @@ STUDY: dict[str, dict[str, dict[str, Any]]] = {
             "features.depths": 4,
             "training.head_lr": 3e-4,
         }
-        for name, options in (("Mamba-CL, public-code", {"method": "mamba-cl"}), ("frozen", {"method": "frozen"}))
+        for name, options in (
+            ("Mamba-CL, public-code", {"method": "mamba-cl"}),
+            ("fine-tuning", {"method": "sequential"}),
+            ("frozen", {"method": "frozen"}),
+        )
     },
     "settings": {
         f"{setting}, {rank}": {"method": "mamba-cl", "setting": setting, "nullspace.rank": rank}

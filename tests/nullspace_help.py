@@ -23,7 +23,8 @@ def snapshot(model):
 def set_random_gradients(model, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.grad = gradient.to(parameter.device)
 
 
 def relative(actual, expected):

@@ -8,7 +8,7 @@ from reports_help import make_run
 from small_run import CONFIG
 
 from mambacl.config import resolve
-from mambacl.reports.groups import group_runs
+from mambacl.reports.groups import STORES, group_runs
 from mambacl.reports.runs import load_run
 from mambacl.training.identity import EXECUTION, SEEDS, differences
 
@@ -44,3 +44,11 @@ def test_what_changes_the_outcome_makes_two_groups(tmp_path: Path, option: dict[
     groups = group_runs(runs)
     name = next(iter(option)).rpartition(".")[2]
     assert len(groups) == 2 and f"{name}={option[next(iter(option))]}" in groups[1].name
+
+
+def test_a_row_is_marked_if_one_of_its_runs_says_that_it_stores_images(tmp_path: Path) -> None:
+    """The others can be of an earlier table, which did not say it."""
+    runs = [stored(tmp_path / "0", 0), stored(tmp_path / "1", 1)]
+    assert [group.name for group in group_runs(runs)] == [runs[0].method]
+    runs[1].results["stored_images"] = 20
+    assert [group.name for group in group_runs(runs)] == [f"{runs[0].method}{STORES}"]

@@ -76,9 +76,10 @@ def test_the_model_stays_as_it_was(tiny_model: Callable[..., nn.Module]) -> None
 
 
 @pytest.mark.skipif(not switch.available(), reason="there is no Triton")
-def test_a_gpu_keeps_less_than_the_plain_path() -> None:
-    """Its kernels keep states of few tokens and compute the rest again."""
-    model = on_meta("defocus_mamba_nano", num_classes=0, depth=3)
+@pytest.mark.parametrize("family", ["defocus_mamba_nano", "vim_nano"])
+def test_a_gpu_keeps_less_than_the_plain_path(family: str) -> None:
+    """Its kernels keep states of few tokens and compute the rest again. Vim's scan without joining its directions."""
+    model = on_meta(family, num_classes=0, depth=3)
     with switch.plain():
         plain = planned(model, 2, 32, bf16=False).total
     assert planned(model, 2, 32, bf16=False).total < 0.9 * plain

@@ -105,6 +105,21 @@ def test_graphs_are_recorded_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> N
     assert done == [0, 1, 2] and fake.Stream.call_count == 1
 
 
+def test_a_failed_recording_is_followed_by_one_that_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed one alone, PyTorch refuses to draw random numbers."""
+    fake = MagicMock()
+    fake.mem_get_info.return_value = (1 << 40, 1 << 40)
+    monkeypatch.setattr(torch, "cuda", fake)
+
+    def fail() -> None:
+        raise RuntimeError("operation not permitted")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        Recorder(torch.device("cpu")).record(fail, 1)
+    graph = fake.CUDAGraph.return_value
+    assert fake.CUDAGraph.call_count == graph.capture_begin.call_count == graph.capture_end.call_count == 3
+
+
 class TestOnAGPU:
     pytestmark = gpu
 
@@ -134,6 +149,7 @@ class TestOnAGPU:
         step = trained(waiting, True, recorded_on=CUDA)
         assert step._recorded is None
         assert torch.equal(plain.layer.weight, waiting.layer.weight)
+        assert torch.rand(3, device=CUDA).isfinite().all()  # the failed recording has left the generator
 
     @pytest.mark.parametrize("method", ["sequential", "mamba-cl"])
     @pytest.mark.parametrize("bf16", [False, True])

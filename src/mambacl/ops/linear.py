@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from mambacl.ops import switch
@@ -25,9 +26,10 @@ def split_linear(linear: nn.Module, tokens: Tensor, backend: str = "auto") -> tu
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether the layer only multiplies by its weight and adds its bias: no hooks, no patched forward, no special
-    weight class such as a quantised one."""
+    weight class such as a quantised one. A fake weight stands for a plain one."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    own = type(linear) is nn.Linear and "forward" not in vars(linear) and type(linear.weight) in (Tensor, nn.Parameter)
+    usual = type(linear.weight) in (Tensor, nn.Parameter, FakeTensor)
+    own = type(linear) is nn.Linear and "forward" not in vars(linear) and usual
     return own and not any(hooks) and not _has_any_global_hook()
 
 

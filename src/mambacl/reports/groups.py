@@ -91,7 +91,7 @@ def group_runs(records: Iterable[RunRecord]) -> list[Group]:
     benchmarks = len({run.benchmark for run in firsts}) > 1
     named = []
     for runs in groups:
-        mark = "" if runs[0].stored_images is None else STORES
+        mark = STORES if any(run.stored_images is not None for run in runs) else ""
         name = runs[0].method + mark + _differences(runs[0], [run for run in firsts if _kind(run) == _kind(runs[0])])
         label = name + (f", {runs[0].backbone}" if backbones else "") + (f", {runs[0].benchmark}" if benchmarks else "")
         named.append(Group(name, label, tuple(runs)))

@@ -12,7 +12,7 @@ exchanges them during the backward pass, which hides most of it.
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,8 +89,18 @@ class Recorder:
             self._capture(first, lambda: torch.zeros(1, device=self.device), None)
             self._first = first
         graph = torch.cuda.CUDAGraph()
-        self._capture(graph, work, self._first.pool())
+        try:
+            self._capture(graph, work, self._first.pool())
+        except RuntimeError:
+            self._end_failed_capture()
+            raise
         return graph
+
+    def _end_failed_capture(self) -> None:
+        """A capture that succeeds. Without it, PyTorch takes the random generator for one that is being captured, and
+        refuses to draw from it."""
+        with suppress(RuntimeError):  # the first error says more
+            self._capture(torch.cuda.CUDAGraph(), lambda: torch.zeros(1, device=self.device), None)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object], pool: Any) -> None:
         self._stream = self._stream or torch.cuda.Stream(self.device)
