@@ -1,5 +1,6 @@
 """Memory that is freed and used again."""
 
+import resource
 import sys
 from dataclasses import replace
 
@@ -17,10 +18,11 @@ glibc = pytest.mark.skipif(sys.platform != "linux", reason="Linux's C library on
 
 @glibc
 def test_freed_memory_is_used_again() -> None:
-    """A model that answers asks the system for no new pages."""
+    """A model that answers asks the system for hardly any new pages. What it would ask for without is up to the C
+    library, which sometimes keeps blocks of this size by itself."""
     clock = Clock(torch.device("cpu"), 1, 0.1)
     [row] = freed.measure(clock, replace(CPU, inference=(Case("defocus_mamba_nano", (32,)),))).rows
-    assert row["kept_page_faults"] < row["returned_page_faults"] / 10
+    assert row["kept_page_faults"] * resource.getpagesize() < row["kept_peak_bytes"] / 100
     assert row["kept_peak_bytes"] < 1.2 * row["returned_peak_bytes"]
 
 

@@ -1,11 +1,13 @@
 """Bytes kept for the backward pass: counted on fake tensors as in real passes."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from backbones_help import DEPTHS, model_of_depths, on_meta
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from mambacl.nullspace import NullSpace
 from mambacl.ops import switch
@@ -64,6 +66,20 @@ def test_by_hand() -> None:
     images = torch.randn(5, 6)
     kept = kept_for_backward(lambda: model(images), model.parameters(), [model[0], model[1]])
     assert kept.total == 4 * 5 * (6 + 4) and kept.block == 4 * 5 * 6
+
+
+def test_nothing_of_the_pass_stays(tiny_model: Callable[..., nn.Module]) -> None:
+    """What stays of a graph keeps the nodes of its parameters, and with them later recordings of steps from working."""
+    model = tiny_model()
+
+    def run() -> None:
+        loss = model(torch.randn(2, 3, 16, 16)).sum()
+        for parameter in model.parameters():
+            get_gradient_edge(parameter).node.metadata["counted"] = loss.shape
+
+    assert kept_for_backward(run, model.parameters()).total > 0
+    gc.collect()
+    assert not any(get_gradient_edge(parameter).node.metadata for parameter in model.parameters())
 
 
 def test_the_model_stays_as_it_was(tiny_model: Callable[..., nn.Module]) -> None:

@@ -16,6 +16,7 @@ from mambacl.bench.models import (
     new_step,
     pixels,
     products,
+    recorded,
     setting,
 )
 from mambacl.bench.result import Result, Row
@@ -62,9 +63,12 @@ def _rows(clock: Clock, case: Case, precision: str, batch: int) -> list[Row]:
             count = -(-batch // pieces)
             kept = _kept(loop.method, given[:count], labels[:count], bf16)
             expected = planned(model, count, pixels(case, model), clock.device.type, bf16, again).total
-            seconds = clock.wall(new_step(loop, given, labels))
+            step = new_step(loop, given, labels)
+            seconds = clock.wall(step)
             row: Row = {"model": case.model, "batch": batch, "precision": precision, "switched_on": switched}
             row |= {"kept_MB": kept / 1e6, "planned_MB": expected / 1e6, "step_ms": 1e3 * seconds}
+            if clock.device.type == "cuda":
+                row["recorded"] = recorded(step)
             first = rows[0] if rows else row
             rows.append(row | {"of_the_memory": row["kept_MB"] / first["kept_MB"]})
     recompute(model, False)

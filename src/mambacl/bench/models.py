@@ -68,6 +68,11 @@ def new_step(loop: Loop, images: Tensor, labels: Tensor) -> partial[None]:
     return partial(loop.step, images, labels, 1.0)
 
 
+def recorded(step: partial[None]) -> bool:
+    """Whether this step of a loop is replayed as a CUDA graph."""
+    return cast(Any, step.func)._recorded is not None
+
+
 def first_that_fits(case: Case, measure: Callable[[int], T]) -> T:
     """The result of `measure` for the largest batch that fits into memory."""
     for batch in case.batches:

@@ -20,6 +20,7 @@ from mambacl.bench.models import (
     make_loop,
     new_step,
     products,
+    recorded,
     setting,
     without_kernels,
 )
@@ -164,7 +165,7 @@ def _step_row(clock: Clock, case: Case, precision: str, finished: dict[str, Tens
     row["per_cent_slower"] = 100 * (seconds["projected"] / seconds["sequential"] - 1)
     row["images_per_second"] = batch / seconds["projected"]
     if clock.device.type == "cuda":
-        row["recorded"] = all(getattr(step.func, "_recorded", None) is not None for step in steps.values())
+        row["recorded"] = all(map(recorded, steps.values()))
     del steps
     with products(precision), without_kernels():
         plain, peaks["plain"] = _plain(clock, partial(make, METHODS["sequential"], fast=False))

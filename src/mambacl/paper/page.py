@@ -128,8 +128,8 @@ def as_record(comparison: Comparison) -> dict[str, Any]:
 def _numbers(run: RunRecord) -> dict[str, Any]:
     """A run's numbers, and how it was trained. Its times hold for its machine and what else ran there."""
     results, training = run.results, run.config.get("training", {})
-    copied = ("metrics", "seconds", "images_per_second", "peak_memory_bytes", "state_bytes", "stored_images", "precision",
-              "versions")  # fmt: skip
+    sizes = ("peak_memory_bytes", "state_bytes", "stored_images")
+    copied = ("metrics", "seconds", "images_per_second", *sizes, "precision", "versions")
     recipe = ("passes", "batch_size", "optimizer", "schedule", "lr", "head_lr", "weight_decay")
     return {
         **{key: getattr(run, key) for key in ("method", "backbone", "seed")},

@@ -29,13 +29,14 @@ class Kept:
 
 def kept_for_backward(run: Callable[[], Any], beside: Iterable[Tensor] = (), blocks: Iterable[nn.Module] = ()) -> Kept:
     """What `run` keeps, each memory once and without that of the tensors `beside`, which exists anyway. `blocks`:
-    modules of which the largest share is wanted. `images` is 0."""
+    modules of which the largest share is wanted. `images` is 0. Nothing of `run`'s graph stays."""
     other = {tensor.untyped_storage()._cdata for tensor in beside}
     found: dict[int, Tensor] = {}  # tensors, so that their memory is not used again
     total, before, largest = 0, dict[nn.Module, int](), 0
 
     def keep(tensor: Tensor) -> Tensor:
         nonlocal total
+        tensor = tensor.detach()  # with its own node it would keep the graph, and that this tensor, for ever
         memory = tensor.untyped_storage()
         if memory._cdata not in other and memory._cdata not in found:
             found[memory._cdata] = tensor
