@@ -237,6 +237,16 @@ def test_the_best_factor_is_the_published_one_for_methods_that_guess() -> None:
     assert best({1.0: 1.0, 0.25: 0.8, 4.0: 1.1}, 100) == 1.0
 
 
+def test_the_search_goes_on_where_the_best_factor_is_at_an_end() -> None:
+    beyond = example("tune_rivals").beyond
+    found = {1.0: 20.0, 0.25: 10.0, 4.0: 30.0}
+    assert beyond(found, 100) == [16.0] and beyond({**found, 16.0: 25.0}, 100) == []
+    assert beyond({1.0: 20.0, 0.25: 30.0, 4.0: 10.0}, 100) == [0.0625]
+    assert beyond({1.0: 30.0, 0.25: 20.0, 4.0: 10.0}, 100) == []
+    assert beyond({1.0: 1.0, 0.25: 0.8, 4.0: 1.1}, 100) == [0.0625, 16.0]  # all guess
+    assert beyond({**found, 16.0: 40.0, 64.0: 50.0}, 100) == []  # as far as it goes
+
+
 @pytest.mark.slow
 def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = example("tune_rivals")
@@ -260,6 +270,21 @@ def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.Monkey
     tune.main(merged)
     assert json.loads((tmp_path / "tuned.json").read_text())["rows"] == {"other": other, "frozen": row}
     assert "| `frozen` |" in with_tables("<!-- table: tuned.json rates -->\n<!-- end -->", tmp_path)
+
+    # From a file of another day, in which the largest factor is the best: only the next is trained.
+    (tmp_path / "tuned.json").write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0, "16 times": 98.0}}}))
+    elsewhere = [*given[:1], str(tmp_path / "later"), *given[2:], "--json", str(tmp_path / "tuned.json")]
+    tune.main([*elsewhere, "--extend"])
+    assert not (tmp_path / "later").exists()  # 16 times is worse
+    (tmp_path / "tuned.json").write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0}}}))
+    tune.main([*elsewhere, "--extend"])
+    assert [path.name for path in (tmp_path / "later").iterdir()] == [
+        "fashion-mnist-small-5-frozen-vit_nano-times-16-0"
+    ]
+    tune.main([*elsewhere, "--merge", "--rates", str(tmp_path / "rates.yaml")])
+    made = json.loads((tmp_path / "tuned.json").read_text())
+    assert {"0.25 times", "1 times", "4 times", "16 times"} <= set(made["rows"]["frozen"])
+    assert made["tables"]["rates"]["columns"] == ["0.25 times", "1 times", "4 times", "16 times", "chosen"]
 
 
 @pytest.mark.long

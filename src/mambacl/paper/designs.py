@@ -187,10 +187,12 @@ def _rival(rival: rivals.Rival, where: Where, seed: int, factor: float | None = 
     return PlannedRun(benchmark, rival.method, seed, rival.backbone, "-".join(words), varied)
 
 
-def tuning(dataset: str = CIFAR) -> list[tuple[rivals.Rival, float, PlannedRun]]:
-    """The runs that choose the learning rates of the main table at the scale nano: each factor of each row."""
+def tuning(
+    dataset: str = CIFAR, factors: Callable[[str], Sequence[float]] = lambda method: rivals.FACTORS
+) -> list[tuple[rivals.Rival, float, PlannedRun]]:
+    """The runs that choose the learning rates of the main table at the scale nano: these factors of each row."""
     where = Where("nano", dataset, 1)
-    tried = [(rival, factor) for rival in rivals.rows() if rival.tuned for factor in rivals.FACTORS]
+    tried = [(rival, factor) for rival in rivals.rows() if rival.tuned for factor in factors(rival.method)]
     return [(rival, factor, _rival(rival, where, 0, factor)) for rival, factor in tried]
 
 
