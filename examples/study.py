@@ -8,7 +8,7 @@ runs are read, the others continue. The file holds mean and standard deviation o
 class order. Rows of the file that are not measured again stay.
 
 Methods that are compared have the same tuning budget: three values of one option (GRIDS), judged by a tenth of the
-training images, with the first seed. The file says what was tried and chosen.
+training images, with the first seed. The file says what was tried and chosen, and what it has is not tried again.
 """
 
 import argparse
@@ -139,20 +139,32 @@ def run(options: Mapping[str, Any], seed: int, arguments: argparse.Namespace) ->
 
 
 def tuned(
-    row: str, options: Mapping[str, Any], arguments: argparse.Namespace
+    row: str, options: Mapping[str, Any], arguments: argparse.Namespace, known: dict[str, dict[str, float]]
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """The options with the best value of the row's grid, and the accuracy of each value on images held back."""
+    """The options with the best value of the row's grid, and the accuracy of each value on images held back. What was
+    tried before is `known` by row, and grows."""
     judged = SAME.get(row, row)
     if judged not in GRIDS:
         return dict(options), {}
     ((option, values),) = GRIDS[judged].items()
     judged_options = options if judged == row else STUDY["methods"][judged]
-    tried = {}
+    tried = known.setdefault(judged, {})
     for value in values:
-        made = run({**judged_options, option: value, **HELD_BACK}, arguments.seeds[0], arguments)
-        tried[value] = 100 * made.metrics["final_accuracy_tasks"]
-    best = max(values, key=lambda value: tried[value])
-    return {**options, option: best}, {f"{option} {value}": round(found, 2) for value, found in tried.items()}
+        if f"{option} {value}" not in tried:
+            made = run({**judged_options, option: value, **HELD_BACK}, arguments.seeds[0], arguments)
+            tried[f"{option} {value}"] = round(100 * made.metrics["final_accuracy_tasks"], 2)
+    best = max(values, key=lambda value: tried[f"{option} {value}"])
+    return {**options, option: best}, tried
+
+
+def rates_tried(known: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+    """A row for each row of the study that has tried learning rates, the best first."""
+    found = {
+        f"{row}, rates": {"what": row, **{label.split()[1]: value for label, value in tried.items()}}
+        for row, tried in known.items()
+        if GRIDS.get(row) == RATES
+    }
+    return dict(sorted(found.items(), key=lambda item: -max(known[item[1]["what"]].values())))
 
 
 def measures(made: mambacl.Run) -> dict[str, float]:
@@ -182,27 +194,33 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", choices=list(STUDY), default=list(STUDY))
     parser.add_argument("--rows", nargs="+", help="only these rows, by name")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tune", action="store_true", help="only the runs on held-back images, which choose")
     parser.add_argument("--options", type=json.loads, default={}, help='for every run, as JSON: {"device": "cpu"}')
     arguments = parser.parse_args(given)
     path = Path(arguments.json)
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rows, tables = record.get("rows", {}), record.get("tables", {})  # rows that are not measured now stay
+    known = record.get("tried", {})
     for table in arguments.tables:
         for name, options in STUDY[table].items():
             if arguments.rows and name not in arguments.rows:
                 continue
             try:
-                chosen, tried = tuned(name, options, arguments)
-                runs = [measures(run(chosen, seed, arguments)) for seed in arguments.seeds]
+                chosen, tried = tuned(name, options, arguments, known)
+                runs = [measures(run(chosen, seed, arguments)) for seed in arguments.seeds if not arguments.tune]
             except UserError as error:
                 print(f"{name}: not run ({error})")
                 continue
-            rows[name] = {"what": name, "options": chosen, "seeds": arguments.seeds, **over_seeds(runs)}
-            rows[name] |= {"tried on held-back images": tried} if tried else {}
-            listed = tables.setdefault(table, {"columns": [*METRICS, *COSTS], "rows": []})["rows"]
-            listed += [] if name in listed else [name]
+            if runs:
+                rows[name] = {"what": name, "options": chosen, "seeds": arguments.seeds, **over_seeds(runs)}
+                rows[name] |= {"tried on held-back images": tried} if tried else {}
+                listed = tables.setdefault(table, {"columns": [*METRICS, *COSTS], "rows": []})["rows"]
+                listed += [] if name in listed else [name]
+            if rates := rates_tried(known):
+                rows |= rates
+                tables["rates"] = {"columns": [f"{rate}" for rate in RATES["training.lr"]], "rows": list(rates)}
             record |= {"benchmark": arguments.preset, "unit": "per cent", "rows": rows, "tables": tables}
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(record | {"tried": known}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

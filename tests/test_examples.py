@@ -90,6 +90,15 @@ def test_the_study_tunes_continues_and_writes_tables(monkeypatch, tmp_path):
     assert last["rows"]["ours"]["forgetting"] == [100 * second["metrics"]["forgetting"]]
     assert last["rows"]["Mamba-CL"] == both["rows"]["Mamba-CL"] and last["tables"] == both["tables"]
 
+    monkeypatch.setattr(study, "RATES", study.GRIDS["Mamba-CL"])
+    other = tmp_path / "other.json"  # what it has is not tried again, also without the run folders
+    other.write_text(json.dumps({"tried": both["tried"]}))
+    study.main([*given[:2], "--out", str(tmp_path / "none"), "--json", str(other), "--tune", "--rows", "Mamba-CL"])
+    assert not (tmp_path / "none").exists()
+    made = json.loads(other.read_text())
+    assert made["tables"] == {"rates": {"columns": ["0.0001", "0.01"], "rows": ["Mamba-CL, rates"]}}
+    assert [made["rows"]["Mamba-CL, rates"][rate] for rate in ("0.0001", "0.01")] == list(tried.values())
+
 
 @pytest.mark.usefixtures("few_test_images")
 def test_tuning_writes_what_was_tried_and_the_best_point(monkeypatch, tmp_path):

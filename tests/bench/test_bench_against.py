@@ -195,6 +195,17 @@ def test_the_command_records_machine_versions_and_rows(found: dict[str, Any]) ->
         assert (name in systems) != words.startswith("not installed: ")
 
 
+def test_only_some_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "some.json"
+    given = ["bench", "against", "--device", "cpu", "--shape", "nano-1", "--rounds", "1", "--json", str(path)]
+    assert main([*given, "--peer", "loop in C"]) == 0
+    found = json.loads(path.read_text())
+    assert set(found["peers"]) == {"loop in C"}
+    assert {row["system"] for row in found["rows"]} <= {"mambacl", "loop in C"}
+    assert main([*given, "--peer", "mamba-sm"]) == 2
+    assert "There is no system 'mamba-sm'. Did you mean 'mamba-ssm'?" in capsys.readouterr().err
+
+
 def test_it_prints_what_it_records(capsys: pytest.CaptureFixture[str]) -> None:
     made = against(
         "cpu", ["nano-1"], rounds=3, commit="abc", peers=(PEERS[0], Peer("absent", WRONG["no D"], "x", ("y_",)))

@@ -18,6 +18,7 @@ from mambacl.bench.result import Result, Row, check_writable, header, machine_li
 from mambacl.bench.shapes import CPU_SHAPES, GPU_SHAPES, Problem, Shape, make_problem, shape_named
 from mambacl.bench.timing import Clock
 from mambacl.data.image_cache import free_bytes
+from mambacl.registry import unknown
 from mambacl.training.build import pick_device
 
 SECONDS = 10.0  # approximate time for the rounds of a shape
@@ -116,6 +117,15 @@ def availability(device: torch.device, peers: Sequence[Peer] = PEERS) -> dict[st
     """For each system that runs on this kind of device: its version, or how to install it."""
     some = [peer for peer in peers if device.type in peer.devices]
     return {peer.name: peer.version() if peer.installed() else f"not installed: {peer.install}" for peer in some}
+
+
+def peers_named(names: Sequence[str]) -> Sequence[Peer]:
+    """The systems with these names; all if there are none."""
+    known = {peer.name: peer for peer in PEERS}
+    for name in names:
+        if name not in known:
+            raise unknown("system", name, known)
+    return [known[name] for name in names] or PEERS
 
 
 def against(

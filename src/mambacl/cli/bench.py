@@ -54,6 +54,7 @@ def bench_against(
     *,
     device: Where = "auto",
     shape: Shapes = (),
+    peer: Annotated[tuple[str, ...], "systems to compare with; default: all that are installed"] = (),
     threads: Annotated[int, "threads on the CPU", at_least(1)] = 1,
     rounds: Annotated[int, "maximum number of rounds per shape", at_least(1)] = 15,
     json: Json = None,
@@ -63,9 +64,9 @@ def bench_against(
 
     Checks that they agree, then times the selective scan and all other installed implementations in turn, in one
     process. Install them with pip install 'mambacl[bench]'."""
-    from mambacl.bench.against import against
+    from mambacl.bench.against import against, peers_named
 
-    against(device, shape, json, threads, rounds, commit)
+    against(device, shape, json, threads, rounds, commit, peers_named(peer))
 
 
 def bench_settings(
