@@ -167,3 +167,11 @@ def test_how_autoaugment_moves_pixels(between: str) -> None:
         other = TransformConfig(augment="autoaugment-cifar", augment_interpolation="nearest")
         moved += not torch.equal(transforms.train(image, seed), Transforms(other, 24, MEAN, STD).train(image, seed))
     assert (moved > 3) == (between == "bilinear")
+
+
+def test_augmenting_an_image_leaves_all_generators_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's too, which draws dropout and the like."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded GPUs"))
+    transforms, before = Transforms(TransformConfig(augment="crop-flip"), 24, MEAN, STD), torch.get_rng_state()
+    transforms.train(torch.zeros(3, 24, 24, dtype=torch.uint8), 5)
+    assert torch.equal(torch.get_rng_state(), before)

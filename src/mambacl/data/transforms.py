@@ -118,7 +118,7 @@ class Transforms:
         if self.augment is None:
             return self.evaluate(image)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed GPUs as well, and is slow
             return self.augment(image if self.uses_autoaugment or self.resizes_crops else self.evaluate(image))
 
     def normalize(self, images: Tensor) -> Tensor:
