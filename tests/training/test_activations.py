@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,17 @@ def test_a_fake_pass_keeps_what_a_real_one_keeps(family: str, again: bool, bf16:
     expected = real(model, torch.randn(3, 3, size, size), bf16)
     copies = 4096 if bf16 else 0
     assert found.images == 3 and expected - copies <= found.total <= expected
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_fake_pass_splits_projections_as_a_real_one(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where it keeps no copy of their weights in bfloat16."""
+    model = model_of_depths("defocus_mamba_nano")
+    apart = planned(model, 3, 16, "cpu", bf16).total
+    monkeypatch.setattr("mambacl.ops.linear.switch", SimpleNamespace(takes_kernel=lambda *given: True))
+    found, expected = planned(model, 3, 16, "cpu", bf16).total, real(model, torch.randn(3, 3, 16, 16), bf16)
+    assert expected - 4096 * bf16 <= found <= expected
+    assert (found < apart) == bf16
 
 
 @pytest.mark.parametrize("family", ["defocus_mamba_nano", "vim_nano"])
