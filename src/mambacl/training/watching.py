@@ -99,7 +99,8 @@ def look(path: Path) -> News:
     if status == "running" and not _alive(notes):
         status = "killed"
     row = results["correct"][-1] if results["correct"] else []
-    accuracies = [right / total if total else 0.0 for right, total in zip(row, results["total"], strict=False)]
+    so_far = zip(row, results["total"], strict=False)  # later tasks have a total only
+    accuracies = [right / total if total else 0.0 for right, total in so_far]
     epoch, metrics = _last(folder, "epoch", "task", "epoch"), results.get("metrics", {})
     return News(path, status, _state(written), metrics, accuracies, epoch, _silent(notes))
 
