@@ -129,7 +129,7 @@ def test_blocks_taken_one_after_the_other_are_the_same(monkeypatch: pytest.Monke
     "plan",
     [
         *((4, 4, 4, 8, 4), (4, 4, 2, 8, 8), (2, 8, 2, 4, 8), (8, 2, 2, 16, 2)),
-        *((2, 8, 2, 4, 4, 80), (4, 4, 2, 16, 4, None, 2)),
+        *((2, 8, 2, 4, 4, 80), (2, 8, 2, 8, 8, None, 2), (4, 4, 2, 16, 4, None, 2)),
     ],
 )
 def test_other_layouts_are_the_same(plan: tuple, monkeypatch: pytest.MonkeyPatch) -> None:

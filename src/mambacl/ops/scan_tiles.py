@@ -55,6 +55,10 @@ def layout(
         if recurrences < programs * block:  # narrow tiles with few registers: many programs at once
             return Layout(2, 8, channels, 4, 4, registers=80)
         return Layout(states, lanes_n, channels, lanes_d, 8 if time and single else 4)
+    if backward and time and padded == 16 and recurrences < programs * block:
+        if recurrences <= FILLED * 8:  # narrow tiles with fewer registers: all programs at once
+            return Layout(2, 8, 2, 4, 4, registers=168)
+        return Layout(2, 8, 2, 8, 8, warps=2)  # narrow and long
     # Two warps leave half as many partial sums of dB and dC as one each.
     enough = programs * lanes_d if time and single and padded == 16 else 2 * programs * block
     warps = 2 if backward and full and recurrences >= enough else 1
