@@ -231,10 +231,12 @@ def _unusable() -> None:
 
 
 def test_the_best_factor_is_the_published_one_for_methods_that_guess() -> None:
-    best = example("tune_rivals").best
+    best, finalists = example("tune_rivals").best, example("tune_rivals").finalists
     assert best({1.0: 20.0, 0.25: 10.0, 4.0: 30.0}, 100) == 4.0
     assert best({1.0: 30.0, 0.25: 10.0, 4.0: 30.0}, 100) == 1.0
     assert best({1.0: 1.0, 0.25: 0.8, 4.0: 1.1}, 100) == 1.0
+    assert finalists({1.0: 20.0, 0.25: 10.0, 4.0: 30.0}, 100) == [4.0, 1.0]
+    assert finalists({1.0: 1.0, 0.25: 0.8, 4.0: 1.1}, 100) == [1.0, 4.0]
 
 
 def test_the_search_goes_on_where_the_best_factor_is_at_an_end() -> None:
@@ -250,41 +252,58 @@ def test_the_search_goes_on_where_the_best_factor_is_at_an_end() -> None:
 @pytest.mark.slow
 def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = example("tune_rivals")
-    given = ["--out", str(tmp_path / "runs"), "--only", "frozen", "--set", "device=cpu", "stream.train_per_class=8",
-             "training.passes=1", "stream.transforms.image_size=16"]  # fmt: skip
+    monkeypatch.setitem(tune.FEWER, "stream.train_per_class", 8)
+    file, rates = tmp_path / "tuned.json", tmp_path / "rates.yaml"
+    options = ["--set", "device=cpu", "training.passes=1", "stream.transforms.image_size=16"]
+    given = ["--out", str(tmp_path / "runs"), "--json", str(file), "--rates", str(rates), "--only", "frozen", *options]
+
+    def tuned() -> dict:
+        tune.main([*given, "--merge"])
+        return json.loads(file.read_text())["rows"]["frozen"]
+
+    def accuracy(folder: Path, images: int) -> float:
+        stream = yaml.safe_load((folder / "config.yaml").read_text())["stream"]
+        assert (stream["validation"], stream["train_per_class"]) == (0.1, images)
+        return round(100 * json.loads((folder / "results.json").read_text())["metrics"]["final_accuracy_tasks"], 2)
+
     for part in ("1/2", "2/2"):
         tune.main([*given, "--part", part])
-    merged = [*given, "--merge", "--json", str(tmp_path / "tuned.json"), "--rates", str(tmp_path / "rates.yaml")]
-    tune.main(merged)
-    row = json.loads((tmp_path / "tuned.json").read_text())["rows"]["frozen"]
+    row, name = tuned(), "fashion-mnist-small-5-frozen-vit_nano-times-{:g}-0"
     tried = {factor: row[tune.column(factor)] for factor in rivals.FACTORS}
     for factor, value in tried.items():
-        folder = tmp_path / "runs" / f"fashion-mnist-small-5-frozen-vit_nano-times-{factor:g}-0"
-        results = json.loads((folder / "results.json").read_text())
-        assert value == round(100 * results["metrics"]["final_accuracy_tasks"], 2)
-        assert yaml.safe_load((folder / "config.yaml").read_text())["stream"]["validation"] == 0.1
-    chosen = yaml.safe_load((tmp_path / "rates.yaml").read_text())
-    assert chosen["frozen"] == tune.best(tried, 10) and row["chosen"] == f"{chosen['frozen']:g}"
+        assert value == accuracy(tmp_path / "runs" / name.format(factor), 8)
+    assert not rivals.rates(rates) and row["chosen"] == "1"  # few images do not decide
+
+    tune.main([*given, "--confirm"])
+    row, two = tuned(), tune.finalists(tried, 10)
+    full = {factor: accuracy(tmp_path / "runs" / "full" / name.format(factor), 200) for factor in two}
+    assert row["full"] == {f"{factor:g}": value for factor, value in full.items()}
+    assert rivals.rates(rates) == {"frozen": tune.best(full)} and row["chosen"] == f"{tune.best(full):g}"
+
     other = {**row, "what": "`other`"}
-    (tmp_path / "tuned.json").write_text(json.dumps({"rows": {"other": other, "frozen": other}}))
-    tune.main(merged)
-    assert json.loads((tmp_path / "tuned.json").read_text())["rows"] == {"other": other, "frozen": row}
+    file.write_text(json.dumps({"rows": {"other": other, "frozen": other}}))
+    assert tuned() == row and json.loads(file.read_text())["rows"]["other"] == other
     assert "| `frozen` |" in with_tables("<!-- table: tuned.json rates -->\n<!-- end -->", tmp_path)
 
     # From a file of another day, in which the largest factor is the best: only the next is trained.
-    (tmp_path / "tuned.json").write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0, "16 times": 98.0}}}))
-    elsewhere = [*given[:1], str(tmp_path / "later"), *given[2:], "--json", str(tmp_path / "tuned.json")]
-    tune.main([*elsewhere, "--extend"])
+    given[1] = str(tmp_path / "later")
+    file.write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0, "16 times": 98.0}}}))
+    tune.main([*given, "--extend"])
     assert not (tmp_path / "later").exists()  # 16 times is worse
-    (tmp_path / "tuned.json").write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0}}}))
-    tune.main([*elsewhere, "--extend"])
-    assert [path.name for path in (tmp_path / "later").iterdir()] == [
-        "fashion-mnist-small-5-frozen-vit_nano-times-16-0"
-    ]
-    tune.main([*elsewhere, "--merge", "--rates", str(tmp_path / "rates.yaml")])
-    made = json.loads((tmp_path / "tuned.json").read_text())
-    assert {"0.25 times", "1 times", "4 times", "16 times"} <= set(made["rows"]["frozen"])
-    assert made["tables"]["rates"]["columns"] == ["0.25 times", "1 times", "4 times", "16 times", "chosen"]
+    file.write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0}}}))
+    tune.main([*given, "--extend"])
+    assert [path.name for path in (tmp_path / "later").iterdir()] == [name.format(16)]
+    assert {"0.25 times", "1 times", "4 times", "16 times"} <= set(tuned())
+    columns = json.loads(file.read_text())["tables"]["rates"]["columns"]
+    assert columns == ["0.25 times", "1 times", "4 times", "16 times", "chosen"]
+
+    # A loss that is not finite ends one run, not the search, and no second search tries it again.
+    given[1] = str(tmp_path / "diverging")
+    given.append("stream.transforms.std=[1e-38,1e-38,1e-38]")
+    file.write_text(json.dumps({"rows": {"frozen": {**row, "4 times": 99.0}}}))
+    for _ in range(2):
+        tune.main([*given, "--extend"])
+    assert tuned()["16 times"] == 0.0
 
 
 @pytest.mark.long

@@ -142,10 +142,11 @@ def _preset(name: str, method: str) -> RunConfig:
 @functools.cache
 def chosen() -> dict[str, float]:
     """The factor of the learning rates by method; empty before anything was tuned."""
-    return _read(RATES)
+    return rates(RATES)
 
 
-def _read(path: Path) -> dict[str, float]:
+def rates(path: Path) -> dict[str, float]:
+    """The factors in a file; none if there is no file."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return {name: float(factor) for name, factor in (yaml.safe_load(text) or {}).items()}
 
@@ -156,6 +157,6 @@ def write_chosen(factors: Mapping[str, float], path: Path = RATES) -> None:
         "# Factors of the published learning rates (preset cifar100-10) in the main table at the scale nano.\n"
         "# Chosen on held-back training images; written by examples/tune_rivals.py.\n"
     )
-    lines = [f"{name}: {factor:g}\n" for name, factor in sorted({**_read(path), **factors}.items())]
+    lines = [f"{name}: {factor:g}\n" for name, factor in sorted({**rates(path), **factors}.items())]
     path.write_text(head + "".join(lines), encoding="utf-8")
     chosen.cache_clear()

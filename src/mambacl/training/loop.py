@@ -52,6 +52,10 @@ class TrainingError(RuntimeError):
         self.everywhere = everywhere
 
 
+class Diverged(TrainingError):
+    """The loss is not finite: another start would end alike."""
+
+
 class Loop:
     def __init__(
         self,
@@ -182,7 +186,7 @@ class Loop:
         loss_mean, accuracy = loss_sum / images_seen, right / images_seen
         seconds = time.perf_counter() - started
         if not np.isfinite(loss_mean):
-            raise TrainingError(
+            raise Diverged(
                 f"The loss in {place} is not finite: lower training.lr or training.head_lr, or use precision float32.",
                 everywhere=True,
             )
