@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mambacl.errors import UserError
@@ -232,6 +232,20 @@ def together(value: T) -> Sequence[T]:
     found: list[Any] = [None] * count()
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+def differing(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor whose bits are not the same in all ranks; None if there is none."""
+    if count() == 1:
+        return None
+    import torch
+
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    sums = [x.detach().contiguous().flatten().view(words[x.element_size()]).sum() for x in tensors.values()]
+    found = together([int(one) for one in sums])
+    return next(
+        (name for name, values in zip(tensors, zip(*found, strict=True), strict=True) if len(set(values)) > 1), None
+    )
 
 
 def wait() -> None:

@@ -39,6 +39,16 @@ def test_a_bad_image_is_named(tmp_path: Path, file: str, sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_processes_share_the_check_of_the_images(tmp_path: Path) -> None:
+    """Every image is in exactly one share."""
+    images = open_dataset("folders", make_tree(tmp_path)).train
+    read: list[int] = []
+    images.image = lambda index: read.append(index)  # type: ignore[method-assign]
+    for number in range(3):
+        images.check(number, 3)
+    assert sorted(read) == list(range(len(images.labels)))
+
+
 def test_bad_images_are_skipped_and_counted_if_asked(tmp_path: Path) -> None:
     make_bad(tmp_path)
     with pytest.raises(UserError, match=r"\.png"):

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from block_models import PlainMamba, build, output
-from processes import on_ranks
+from processes import RankError, on_ranks, outcomes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -361,3 +361,23 @@ def test_flat_parameters_are_refused():
 
     with pytest.raises(UserError, match="fully_shard"):
         NullSpace(nn.Sequential(FullyShardedDataParallel()), rule="gpm")
+
+
+def failing_in_a_pass():
+    space = NullSpace(cut(small_model()), "exact", rank="energy:0.9")
+
+    def batches():
+        yield images(0)
+        if processes.rank() == 1:
+            raise OSError("the disk is gone")
+        yield images(1)
+
+    space.consolidate(batches())
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_in_a_pass_says_why_and_the_others_end():
+    """The others wait for it inside the model, where nothing else can be exchanged."""
+    first, second = outcomes(2, failing_in_a_pass, timeout=60)
+    assert isinstance(first, RankError) and isinstance(second, RankError)
+    assert isinstance(second.error, OSError) and str(second.error) == "the disk is gone"

@@ -133,7 +133,7 @@ def test_a_part_that_is_none(part: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_processes_share_the_runs_and_the_table_goes_into_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, names = tmp_path / "out", ["--only", "l2p-vit,simplecil"]
+    out, names = tmp_path / "out", ["--only", "l2p-vit,simplecil-vit"]
     assert main([*NANO, *names, "--out", str(out), "--part", "1/2", "--keep", "results"]) == 0
     said = capsys.readouterr()
     assert "Runs: 1, finished: 0." in said.err and "Without --part" in said.err and "L2P" not in said.out
@@ -180,11 +180,11 @@ def test_processes_share_the_runs_and_the_table_goes_into_a_page(
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_test_images")
 def test_runs_of_several_days_share_a_row(tmp_path: Path) -> None:
-    given = [*NANO, "--only", "simplecil", "--seeds", "2"]
+    given = [*NANO, "--only", "simplecil-vit", "--seeds", "2"]
     assert main([*given, "--out", str(tmp_path / "out")]) == 0
     earlier = tmp_path / "out" / "nano" / "paper-main.json"
     made = json.loads(earlier.read_text())
-    assert [row["seeds"] for row in made["rows"].values() if row["what"] == "simplecil"] == [["0", "1"]]
+    assert [row["seeds"] for row in made["rows"].values() if row["what"].startswith("simplecil")] == [["0", "1"]]
     first = next(path for path in (tmp_path / "out" / "nano").iterdir() if path.name.endswith("simplecil-vit_nano-0"))
     shutil.copytree(first, tmp_path / "both" / "nano" / first.name)
     assert "pretrained: tin32" in (first / "config.yaml").read_text()  # the plan says `true`
@@ -208,17 +208,17 @@ def test_an_earlier_table_that_is_none(text: str | None, tmp_path: Path, capsys:
 
 @pytest.mark.usefixtures("few_test_images")
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [run for run in planned("main", "nano") if run.key.split("-")[4] in ("analytic", "simplecil")]
+    runs = [run for run in planned("main", "nano") if run.key.split("-")[4] in ("analytic", "aper")]
     work = runner.jobs(runs, tmp_path)
     seen = []
 
     def train(config: Any, **_: Any) -> None:
         seen.append(config.method)
-        if config.method == "simplecil":
+        if config.method == "aper":
             raise TrainingError("broken")
 
     monkeypatch.setattr(runner, "train", train)
-    with pytest.raises(TrainingError, match=r"1 of 3 runs failed: fashion-mnist-small-5-simplecil"):
+    with pytest.raises(TrainingError, match=r"1 of 3 runs failed: fashion-mnist-small-5-aper"):
         runner.run_jobs(work)
     assert len(seen) == 3
     monkeypatch.setattr(runner, "train", lambda *_, **__: _unusable())

@@ -23,7 +23,7 @@ import mambacl
 from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.files import read_text, write_tensors
-from mambacl.nullspace.shards import is_cut
+from mambacl.nullspace.sharing import is_cut
 from mambacl.training import parts
 from mambacl.training.api import Evaluation
 from mambacl.training.folder import RunFolder

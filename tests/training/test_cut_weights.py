@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from mambacl import processes
 from mambacl.backbones import create_model
 from mambacl.errors import UserError
-from mambacl.nullspace.shards import is_cut, whole
+from mambacl.nullspace.shards import whole
+from mambacl.nullspace.sharing import is_cut
 from mambacl.training.checkpoints import Checkpoint, Position, same_for_all
 from mambacl.training.clipping import clip_gradients
 from mambacl.training.folder import RunFolder

@@ -254,6 +254,38 @@ def test_all_processes_hear_what_the_first_is_told(tmp_path: Path) -> None:
     assert all(isinstance(one.error, UserError) for one in found) and str(found[0].error) == str(found[1].error)
 
 
+def train_apart(folder: Path) -> None:
+    """As if the second process had computed something else by itself."""
+    kind = METHODS.get("sequential")
+    start = kind.start_task
+
+    def start_task(self: Any, task: Task) -> None:
+        start(self, task)
+        if processes.rank() == 1 and task.index == 1:
+            self.tuning.trained()[0][1].data.view(-1)[0] += 1e-3
+
+    kind.start_task = start_task  # type: ignore[method-assign]
+    train(folder, method="sequential")
+
+
+@pytest.mark.slow
+def test_processes_that_hold_different_values_do_not_go_on(tmp_path: Path) -> None:
+    found = outcomes(2, train_apart, tmp_path / "run")
+    assert all(isinstance(one.error, TrainingError) for one in found)
+    assert "hold different values of" in str(found[0].error) and "at the start of task 2" in str(found[0].error)
+
+
+def what_differs() -> str | None:
+    same = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True])}
+    other = same | {"b": same["b"] * (1 + processes.rank()), "none": torch.empty(0)}
+    assert processes.differing(same) is None
+    return processes.differing(other)
+
+
+def test_the_tensor_that_differs_is_named() -> None:
+    assert on_ranks(2, what_differs) == ["b", "b"]
+
+
 # Devices
 
 

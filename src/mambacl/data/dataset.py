@@ -59,10 +59,10 @@ class DataSet:
         parts = "\n".join([*self.class_names, self.train.digest(), self.test.digest()])
         return hashlib.sha256(parts.encode(errors="surrogateescape")).hexdigest()
 
-    def check(self) -> None:
-        """Raises a `UserError` if an image cannot be read."""
-        self.train.check()
-        self.test.check()
+    def check(self, number: int = 0, of: int = 1) -> None:
+        """Raises a `UserError` if an image cannot be read. `of`: so many processes share the images."""
+        self.train.check(number, of)
+        self.test.check(number, of)
 
     def limited(self, train_per_class: int | None, by_domain: bool = False) -> "DataSet":
         """The first training images of each class, or of each class in each domain; all of them if None."""

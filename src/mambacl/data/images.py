@@ -49,7 +49,7 @@ class Images(Readable, Protocol):
 
     def digest(self) -> str: ...
 
-    def check(self) -> None: ...
+    def check(self, number: int = 0, of: int = 1) -> None: ...
 
     def bad(self) -> dict[int, str]: ...
 
@@ -77,7 +77,7 @@ class ArrayImages:
     def nbytes(self, count: int) -> int:
         return count * 3 * int(np.prod(self.pixels.shape[1:3]))
 
-    def check(self) -> None:
+    def check(self, number: int = 0, of: int = 1) -> None:
         return
 
     def bad(self) -> dict[int, str]:
@@ -128,10 +128,11 @@ class DecodedImages:
             raise self.refusal(index, pixels)
         return _tensor(pixels).permute(2, 0, 1)
 
-    def check(self) -> None:
-        """Decodes every image, to find bad ones before training starts."""
+    def check(self, number: int = 0, of: int = 1) -> None:
+        """Decodes every image, to find bad ones before training starts; or one of so many shares of them."""
+        own = range(len(self.labels))[number::of]
         if not self.checked:
-            for _ in counted(in_threads(self.image, range(len(self.labels))), len(self.labels), "images checked"):
+            for _ in counted(in_threads(self.image, own), len(own), "images checked"):
                 pass
 
     def bad(self) -> dict[int, str]:

@@ -125,11 +125,17 @@ def weight_directions(
     owners = shared_out({place: float(shape.numel()) * max(shape) for place, shape in shapes.items()})
     mine = own(owners)
     done: dict[Place, tuple[Decomposition, Decomposition]] = {}
-    with failing_together():
-        for place, part in places.items():
-            weight = whole(named[part.parameter].detach())  # all ranks gather it together
-            if place in mine:
+    failure: Exception | None = None
+    for place, part in places.items():
+        weight = whole(named[part.parameter].detach())  # all ranks gather it together, also if one has failed
+        if place in mine and failure is None:
+            try:
                 done[place] = of_weight(part.of(weight), rule, dtype)
+            except Exception as error:
+                failure = error
+    with failing_together():
+        if failure is not None:
+            raise failure
     like = torch.empty(0, dtype=torch.float64, device=next(iter(named.values())).device)
     found: dict[Key, Decomposition] = {}
     for side in (False, True):

@@ -28,16 +28,7 @@ from mambacl.nullspace.offload import STACK_BYTES, Carrier
 from mambacl.nullspace.part_views import PartViews, Tensors
 from mambacl.nullspace.projectors import Decomposition
 from mambacl.nullspace.recursive import Clock, RecursiveParts
-from mambacl.nullspace.shards import (
-    Held,
-    Layout,
-    Piece,
-    is_cut_across,
-    layout_of,
-    on_this_rank,
-    pieces_of,
-    whole,
-)
+from mambacl.nullspace.shards import Held, Layout, Piece, is_cut_across, layout_of, on_this_rank, pieces_of, whole
 from mambacl.nullspace.split_step import CutParts, Exchange, Here, costs_of, energies_together
 from mambacl.ops.precision import float32_products
 from mambacl.ops.switch import takes_kernel

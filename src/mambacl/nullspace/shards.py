@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mambacl.errors import UserError
 from mambacl.nullspace.blocks import Part
+from mambacl.nullspace.sharing import any_is_cut, is_cut
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,6 @@ class Piece:
     @property
     def rows(self) -> slice:
         return slice(self.start, self.end)
-
-
-def is_cut(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. Without importing them: that takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def any_is_cut(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any is; quick where there are no DTensors, because every step asks."""
-    return "torch.distributed.tensor" in sys.modules and any(is_cut(tensor) for tensor in tensors.values())
 
 
 def rows_of(tensor: Tensor) -> Rows | None:

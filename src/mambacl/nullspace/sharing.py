@@ -8,6 +8,7 @@
 In a single process, that one owns everything and passes nothing on.
 """
 
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -19,6 +20,17 @@ from mambacl import processes
 from mambacl.errors import UserError
 
 K = TypeVar("K", bound=Hashable)
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Without importing them: that takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_is_cut(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether any is; quick where there are no DTensors, because every step asks."""
+    return "torch.distributed.tensor" in sys.modules and any(is_cut(tensor) for tensor in tensors.values())
 
 
 def shared_out(costs: Mapping[K, float], count: int | None = None) -> dict[K, int]:

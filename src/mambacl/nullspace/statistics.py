@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mambacl import processes
 from mambacl.errors import UserError
-from mambacl.nullspace.sharing import failing_together
+from mambacl.nullspace.sharing import any_is_cut, failing_together
 
 Features = Mapping[str, Any]  # tensors, or functions without arguments that compute them on demand
 Record = Callable[[Features], None]
@@ -96,8 +96,9 @@ def gather(
     precision `products`, to the accumulators. Returns the number of images.
 
     With several processes, each passes its own share of the batches, which can be empty, and all end with the same
-    totals; if one of them fails, all do. A batch of images with no label for any of them goes through the model, but
-    does not count: for processes that must run the model equally often. Without `in_parts`, each passes all batches.
+    totals; if one of them fails, all do, unless the model is cut. A batch of images with no label for any of them goes
+    through the model, but does not count: for processes that must run the model equally often. Without `in_parts`, each
+    passes all batches.
     """
     seen = {(source, label): 0 for source, accumulators in wanted.items() for label in accumulators}
     labels: dict[str, Any] = {}
@@ -123,7 +124,9 @@ def gather(
             accumulator.add(*(made[name] for name in accumulator.inputs))
 
     device = next(model.parameters()).device
-    together: AbstractContextManager[None] = failing_together() if in_parts else nullcontext()
+    # Processes with a model that is cut wait for one another inside it: the one that fails can only end.
+    alone = not in_parts or any_is_cut(dict(model.named_parameters()))
+    together: AbstractContextManager[None] = nullcontext() if alone else failing_together()
     with together, watching(list(wanted), show) as runs, evaluating(model), torch.no_grad():
         images = run_batches(batches, model if forward is None else forward, device, labels)
     if in_parts:

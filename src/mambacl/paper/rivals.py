@@ -86,6 +86,7 @@ ROWS = (
     Rival("ranpac"),
     Rival("slca"),
     # the same backbone as Mamba-CL
+    Rival("simplecil", backbone=MAMBA, tuned=False),
     *(Rival(name, backbone=MAMBA) for name in ("gpm", "dual-gpm", "nscl", "owm", "trgp", "osf", "ewc", "lwf")),
     Rival("inf-ssm", backbone=MAMBA),
     Rival("icarl", backbone=MAMBA, words=IMAGES),

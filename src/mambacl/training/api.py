@@ -24,6 +24,7 @@ from mambacl.errors import UserError
 from mambacl.files import expanded, full_disk
 from mambacl.log import logger
 from mambacl.methods import Method
+from mambacl.nullspace.sharing import failing_together
 from mambacl.ops.precision import float32_products, resolve_precision
 from mambacl.scenarios import Scenario
 from mambacl.training import auditing, checkpoints, learned
@@ -106,7 +107,8 @@ def train(
         return _continue(folder, resolved, watch, loop)
     parts = build(resolved, loop=loop, watch=watch)  # raises before anything is written or removed
     with watch.phase("data"):
-        processes.decide(parts.stream.dataset.check)
+        with failing_together():  # a large data set takes longer than processes wait for one another
+            parts.stream.dataset.check(processes.rank(), processes.count())
         described = parts.described.result()
 
     weights = checkpoints.backbone_state(parts.model)

@@ -31,8 +31,8 @@ from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.files import keep_as, read_tensors, read_text, write_tensors
 from mambacl.log import logger
-from mambacl.nullspace.shards import cut_like, is_cut, whole
-from mambacl.nullspace.sharing import failing_together
+from mambacl.nullspace.shards import cut_like, whole
+from mambacl.nullspace.sharing import failing_together, is_cut
 from mambacl.training import parts
 from mambacl.training.folder import BACKBONE, LAST, PREVIOUS, TASK_END, RunFolder
 from mambacl.training.parts import Parts
@@ -283,34 +283,21 @@ def same_for_all(folder: RunFolder, checkpoint: Checkpoint | None) -> None:
 def load(folder: RunFolder, model: nn.Module | None = None) -> Checkpoint | None:
     """The latest intact checkpoint, or None before the first. If the last is damaged, takes the previous one, which
     becomes the last. `model`: if it is cut, each process reads its rows alone. All processes call it."""
-    read: list[Checkpoint] = []
-
-    def is_there() -> bool:
-        found = _latest(folder)
-        read.extend([] if found is None else [found])
-        return found is not None
-
-    if not processes.decide(is_there):
-        return None
-    with failing_together():
-        checkpoint = read[0] if read else _read(folder, LAST)
-    return checkpoint.complete(model)
-
-
-def _latest(folder: RunFolder) -> Checkpoint | None:
     damaged: UserError | None = None
     for name in (LAST, PREVIOUS):
-        if not (folder.checkpoints / name).exists():
+        path = folder.checkpoints / name
+        if not processes.decide(path.exists):
             continue
         try:
-            checkpoint = _read(folder, name)
+            with failing_together():
+                checkpoint = _read(folder, name, processes.rank(), processes.count())
         except UserError as error:
             logger.warning("%s Trying the previous checkpoint.", error)
             damaged = error
             continue
         if name == PREVIOUS:
-            keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST)
-        return checkpoint
+            processes.decide(lambda: keep_as(folder.checkpoints / PREVIOUS, folder.checkpoints / LAST))
+        return checkpoint.complete(model)
     if damaged is not None:
         raise UserError(f"{damaged} No intact checkpoint is left. {START_AGAIN}")
     return None
@@ -327,7 +314,8 @@ def _position(folder: RunFolder, name: str) -> Position | None:
         return None
 
 
-def _read(folder: RunFolder, name: str) -> Checkpoint:
+def _read(folder: RunFolder, name: str, number: int = 0, of: int = 1) -> Checkpoint:
+    """`of`: so many processes share the check of the parts."""
     path = folder.checkpoints / name
     tensors, text = read_tensors(path)
     try:
@@ -341,7 +329,7 @@ def _read(folder: RunFolder, name: str) -> Checkpoint:
     of_tasks = None if task_path is None else parts.named_by(task_path, task_text)
     for one in (found, of_tasks):
         if one is not None:
-            one.check()
+            one.check(number, of)
     states = by_kind(tensors)
     return Checkpoint(
         position, states["method."], task_state, states["optimizer."], states["random."], random_text, found, of_tasks

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mambacl.nullspace.shards import is_cut, rows_of
+from mambacl.nullspace.shards import rows_of
+from mambacl.nullspace.sharing import is_cut
 
 
 @torch.no_grad()

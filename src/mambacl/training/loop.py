@@ -21,6 +21,7 @@ from torch import Tensor
 from mambacl import processes
 from mambacl.log import logger
 from mambacl.methods import Method, Task
+from mambacl.nullspace.sharing import is_cut
 from mambacl.scenarios import AMONG_ALL, Scenario, chosen
 from mambacl.training import auditing, checkpoints
 from mambacl.training.checkpoints import Background, Checkpoint, Position, TaskState
@@ -130,6 +131,19 @@ class Loop:
         steps = recipe.epochs * -(-self.stream.train_count(task) * recipe.passes_per_epoch // recipe.batch_size)
         first, seed = self.stream.first_label(task), task_seed(self.seed, task)
         self.method.start_task(Task(task, classes, first, seed, steps))
+        if processes.count() > 1:
+            self._check_equal(task)
+
+    def _check_equal(self, task: int) -> None:
+        """What each process computes by itself has to be the same everywhere, or they would train different models."""
+        state = {**self.method.state_dict(), **self.method.task_state_dict()}
+        different = processes.differing({name: tensor for name, tensor in state.items() if not is_cut(tensor)})
+        if different is not None:
+            raise TrainingError(
+                f"The processes hold different values of {different} at the start of task {task + 1}, so they would "
+                "train different models: use GPUs of one kind.",
+                everywhere=True,
+            )
 
     def _train_task(self, task: int) -> None:
         if self.position.epoch == 0:

@@ -26,8 +26,8 @@ from torch import Tensor
 from mambacl import processes
 from mambacl.errors import UserError
 from mambacl.files import check_tensors, opened, read_text, sync_folder, write_tensors
-from mambacl.nullspace.shards import is_cut, rows_of, rows_on_this_rank, with_rows
-from mambacl.nullspace.sharing import failing_together
+from mambacl.nullspace.shards import rows_of, rows_on_this_rank, with_rows
+from mambacl.nullspace.sharing import failing_together, is_cut
 
 CUT, ROWS = "cut", "rows"  # entries of a file's text: the folder with its parts; the rows in a part, by tensor
 FOLDER = re.compile(r"parts-(\d{6,})")
@@ -46,9 +46,9 @@ class Parts:
     def paths(self) -> list[Path]:
         return [self.path(number) for number in range(self.count)]
 
-    def check(self) -> None:
-        """Raises a `UserError` if a file is missing or damaged."""
-        for path in self.paths():
+    def check(self, number: int = 0, of: int = 1) -> None:
+        """Raises a `UserError` if a file is missing or damaged. `of`: so many processes share the files."""
+        for path in self.paths()[number::of]:
             check_tensors(path)
 
 

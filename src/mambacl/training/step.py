@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mambacl import processes
 from mambacl.log import logger
-from mambacl.nullspace.shards import is_cut
+from mambacl.nullspace.sharing import is_cut
 from mambacl.training.clipping import clip_gradients
 from mambacl.training.exchange import Exchange
 
