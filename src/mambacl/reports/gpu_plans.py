@@ -157,8 +157,8 @@ def assumptions(record: Record) -> str:
         f"{written(machine['cube'] * size**3, 's')} to decompose a matrix of "
         f"{size} x {size}, {written(machine['copies'], 'B/s')} in the optimizer; between GPUs "
         f"{written(machine['bandwidth'], 'B/s')} and {written(machine['latency'], 's')} per message, to CPU memory "
-        f"{written(machine['host'], 'B/s')}; {written(machine['reserved'])} for libraries. Nothing is measured, and "
-        "communication hides behind computation as far as it can."
+        f"{written(machine['host'], 'B/s')}; {written(machine['reserved'])} for libraries. Nothing is measured. How "
+        "much of the exchange the passes hide is simulated, block by block and message by message."
     )
 
 

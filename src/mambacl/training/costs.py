@@ -1,4 +1,5 @@
-"""What a training step and the end of a task cost on several GPUs: bytes per GPU and seconds, by formula.
+"""What a training step and the end of a task cost on several GPUs: bytes per GPU and seconds, by formula; how much of
+the exchange the passes hide, by a simulation of a step, block by block and message by message.
 
 Bytes, seconds and operations are plain numbers; N is the number of GPUs. Every GPU has its share of a batch. With
 DDP it has all of the model, with FSDP2 a share of it. Nothing here measures anything: `training.planning` counts a
@@ -197,24 +198,56 @@ def all_gather(count: float, gpus: int, machine: Machine, messages: int = 1) -> 
     return all_reduce(count, gpus, machine, messages) / 2
 
 
+def waiting_with_ddp(backward: float, blocks: int, count: float, gpus: int, machine: Machine) -> float:
+    """Seconds from the end of a backward pass to the end of the exchange of its gradients, `count` bytes. The pass goes
+    through the blocks, and each leaves its share of the gradients at its end. A message goes when it has `BUCKET`
+    bytes, or the last ones, and after the message before it."""
+    link = 0.0
+    for number in range(math.ceil(count / BUCKET)):
+        full = min(count, (number + 1) * BUCKET)
+        there = math.ceil(full / count * blocks * (1 - 1e-12)) / blocks * backward
+        link = max(link, there) + all_reduce(full - number * BUCKET, gpus, machine)
+    return max(0.0, link - backward)
+
+
+def waiting_with_fsdp2(
+    forward: float, backward: float, blocks: int, pieces: int, whole: float, trained: float, gpus: int, machine: Machine
+) -> float:
+    """Seconds that all pieces of a batch take longer than their passes, `forward` and `backward` seconds each. Both
+    passes of a piece gather each block's parameters, `whole` bytes in all, while the block before runs; the backward
+    pass scatters its gradients, `trained` bytes in all, when it is done. One message after the other."""
+    gather, scatter = (all_gather(count / blocks, gpus, machine) for count in (whole, trained))
+    clock = link = 0.0
+    for _ in range(pieces):
+        link = gathered = max(link, clock) + gather
+        for number in range(2 * blocks):
+            start = max(clock, gathered)
+            if number + 1 < 2 * blocks:
+                link = gathered = max(link, start) + gather
+            clock = start + (forward if number < blocks else backward) / blocks
+            if number >= blocks:
+                link = max(link, clock) + scatter
+    return max(clock, link) - pieces * (forward + backward)
+
+
 def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine) -> Parts:
     """Seconds of a step, which add up. `waiting` is what communication takes longer than the work that hides it.
 
     DDP sums the gradients, 4 T bytes, while the last piece's backward pass runs. FSDP2 gathers the parameters, 4 P
-    bytes, for every forward and backward pass, and scatters the gradients, all hidden by both passes. With DDP each GPU
-    projects the whole step or, with `share_steps`, its share of the parameters and sends them to all
-    others. With FSDP2 each projects its shard.
+    bytes, for every forward and backward pass, and scatters the gradients. With DDP each GPU projects the whole step
+    or, with `share_steps`, its share of the parameters and sends them to all others. With FSDP2 each projects its
+    shard.
     """
     trained = FLOAT32 * (sizes.trained + sizes.head_trained)
     forward, backward = (load.own * flops / machine.speed for flops in (sizes.forward, sizes.backward))
     again = forward if switches.recompute else 0.0
+    pieces, blocks, way = switches.accumulate, max(1, sizes.blocks), (load.gpus, machine)
+    back = (again + backward) / pieces  # of a piece
     if switches.shard:
-        passes = 2 * all_gather(FLOAT32 * sizes.parameters, load.gpus, machine, sizes.blocks)
-        passes += all_gather(trained, load.gpus, machine, sizes.blocks)
-        sent, hidden = switches.accumulate * passes, forward + again + backward
+        whole = FLOAT32 * sizes.parameters
+        waiting = waiting_with_fsdp2(forward / pieces, back, blocks, pieces, whole, trained, *way)
     else:
-        sent = all_reduce(trained, load.gpus, machine, math.ceil(trained / BUCKET))
-        hidden = (again + backward) / switches.accumulate
+        waiting = waiting_with_ddp(back, blocks, trained, *way)
     projection = sizes.projection / machine.float32 / (load.gpus if switches.shard or switches.share_steps else 1)
     if switches.share_steps and not switches.shard:
         senders = min(load.gpus, sizes.projected_tensors)
@@ -224,7 +257,7 @@ def step_seconds(sizes: Sizes, switches: Switches, load: Load, machine: Machine)
         "forward": forward,
         "backward": backward,
         "recompute": again,
-        "waiting": max(0.0, sent - hidden),
+        "waiting": waiting,
         "optimizer": trained / FLOAT32 * ADAM / (load.gpus if switches.shard else 1) / machine.copies,
         "projection": projection,
         "bringing": max(0.0, brought - projection),
