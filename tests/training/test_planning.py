@@ -132,10 +132,11 @@ def test_nothing_more_is_switched_on_than_needed() -> None:
     found = switched(large, Switches(), load, MACHINE, limit=alone / 3)
     assert [name for name, _ in found] == ["as given", "training.accumulate 4"]
     assert peak(large, found[-1][1], load, MACHINE) <= alone / 3 < peak(large, Switches(2), load, MACHINE)
-    slow = replace(MACHINE, bandwidth=100.0)  # pieces hide less of the exchange
-    limit = peak(large, Switches(4, recompute=True), load, slow)
-    assert peak(large, Switches(16), load, slow) > limit
-    found = switched(large, Switches(), load, slow, limit)
+    # Of four messages, pieces hide fewer.
+    wide, slow = replace(large, trained=25_000_000), replace(MACHINE, bandwidth=5e6, copies=1e9)
+    limit = peak(wide, Switches(4, recompute=True), load, slow)
+    assert peak(wide, Switches(16), load, slow) > limit
+    found = switched(wide, Switches(), load, slow, limit)
     assert [name for name, _ in found] == [
         "as given", "training.accumulate 16", "training.recompute true",
         "training.accumulate 4: the fastest that fits",
