@@ -250,6 +250,7 @@ def test_the_search_goes_on_where_the_best_factor_is_at_an_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_test_images")
 def test_tuning_takes_the_best_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = example("tune_rivals")
     monkeypatch.setitem(tune.FEWER, "stream.train_per_class", 8)
