@@ -30,6 +30,7 @@ LOST = (  # said by one that is left
     "system's log if it was killed"
 )
 EVERY = 0.02  # seconds between two looks at who has come
+WORDS = 1 << 22  # of a tensor that are summed at once
 PATIENCE = 1800.0  # seconds; PyTorch's own for a process that does not come
 
 _restarted = False
@@ -238,14 +239,22 @@ def differing(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of a tensor whose bits are not the same in all ranks; None if there is none."""
     if count() == 1:
         return None
-    import torch
-
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    sums = [x.detach().contiguous().flatten().view(words[x.element_size()]).sum() for x in tensors.values()]
-    found = together([int(one) for one in sums])
+    found = together([checksum(x.detach()) for x in tensors.values()])
     return next(
         (name for name, values in zip(tensors, zip(*found, strict=True), strict=True) if len(set(values)) > 1), None
     )
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of its bits and their places: other signs or another order give another number."""
+    import torch
+
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
+    total = 0
+    for some in tensor.contiguous().flatten().view(words).split(WORDS):
+        places = torch.arange(1, len(some) + 1, device=some.device)
+        total = 31 * total + int((some * places).sum())  # `places` are int64, where sums may overflow
+    return total % (1 << 61)
 
 
 def wait() -> None:

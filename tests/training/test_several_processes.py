@@ -275,6 +275,19 @@ def test_processes_that_hold_different_values_do_not_go_on(tmp_path: Path) -> No
     assert "hold different values of" in str(found[0].error) and "at the start of task 2" in str(found[0].error)
 
 
+def test_a_checksum_sees_signs_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in bases that two machines have computed: a vector with as many signs of each kind, or two that changed
+    places."""
+    bases = torch.linalg.qr(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))[0]
+    bases[:, 0] = torch.tensor([1.0, -1.0] * 3) / 6**0.5
+    for words in (processes.WORDS, 5):
+        monkeypatch.setattr(processes, "WORDS", words)
+        signs, order = bases * torch.tensor([-1.0, 1, 1, 1]), bases[:, [1, 0, 2, 3]]
+        assert len({processes.checksum(x) for x in (bases, signs, order, bases.double(), torch.empty(0))}) == 5
+        assert processes.checksum(bases.clone()) == processes.checksum(bases)
+        assert processes.checksum(bases.T.contiguous().T) == processes.checksum(bases)  # whatever the strides
+
+
 def what_differs() -> str | None:
     same = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor([True])}
     other = same | {"b": same["b"] * (1 + processes.rank()), "none": torch.empty(0)}

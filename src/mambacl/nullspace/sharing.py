@@ -5,7 +5,8 @@
         mine = {key: work(key) for key in own(owners)}
     found = passed_round(mine, owners, shapes, like)
 
-In a single process, that one owns everything and passes nothing on.
+In a single process, that one owns everything and passes nothing on. `is_cut` says whether a tensor itself is shared
+out, as `shards` explains.
 """
 
 import sys
